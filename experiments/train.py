@@ -1,0 +1,62 @@
+"""Train a decoder.
+
+    python -m experiments.train --config=nano --workdir=runs/nano --set train.steps=300
+
+The same command resumes a run that was stopped or killed. `--dry_run` prints the settings, the
+parameters and the cost of a token, and trains nothing. Bad input ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import logging as python_logging
+import sys
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+
+from configs import CONFIGS
+from k3jax.flags import define, resolve
+from k3jax.train.describe import describe
+from k3jax.train.loop import train
+
+CACHE = flags.DEFINE_string(
+    "cache_dir", "~/.cache/k3jax", "Where tokenised corpora and compiled programs are kept."
+)
+
+
+def run() -> int:
+    config = resolve(CONFIGS)
+    if flags.FLAGS.dry_run:
+        print(describe(config))
+        return 0
+    if flags.FLAGS.workdir is None:
+        raise ValueError("--workdir: missing, must name the directory of the run")
+    cache = Path(CACHE.value).expanduser()
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+    outcome = train(config, Path(flags.FLAGS.workdir), cache / "corpora")
+    if outcome.stopped_by is None:
+        return 0
+    print(f"stopped by signal {outcome.stopped_by}: step {outcome.step} is saved")
+    return 128 + outcome.stopped_by
+
+
+def main(_: list[str]) -> int:
+    verbose = flags.FLAGS["verbosity"].present
+    if not verbose:  # libraries log at length the errors that are one line here
+        logging.set_verbosity(logging.FATAL)
+        logging.get_absl_handler().setFormatter(python_logging.Formatter("%(message)s"))
+    python_logging.getLogger("k3jax").setLevel(python_logging.INFO)
+    try:
+        return run()
+    except (ValueError, OSError) as error:
+        if verbose:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    define(CONFIGS)
+    app.run(main)

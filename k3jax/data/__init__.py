@@ -1,0 +1,1 @@
+"""Text on disk to packed batches: corpora, tokens, packing, the resumable pipeline, a baseline."""

@@ -1,0 +1,177 @@
+"""Decoder layers, and super-blocks of them.
+
+A layer is two sublayers, mixer and feed-forward, each behind its RMS norm. How a sublayer reads
+what came before is the residual's business: it adds up (`plain`), or attends over depth (AR; K3R
+§2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.config import ModelConfig
+from k3jax.layers.attn_res import AttentionResidual, Depth, PartialMix, partial_mix, present
+from k3jax.layers.documents import Documents
+from k3jax.layers.ffn import GatedMLP
+from k3jax.layers.gqa import GroupedQueryAttention
+from k3jax.layers.kda import KimiDeltaAttention
+from k3jax.layers.latent_moe import LatentMoE
+from k3jax.layers.linear import gain, island, rms_norm
+from k3jax.layers.mla import MultiHeadLatentAttention
+from k3jax.layers.stats import Stats, Sum
+from k3jax.params import declare
+from k3jax.stacking import LayerKind
+
+type Stream = jax.Array | Depth  # the residual stream: a sum `[B, T, d]`, or sources over depth
+
+
+class _Options(TypedDict):
+    init_std: float
+    rngs: nnx.Rngs | None
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: `norm -> mixer`, `norm -> feed-forward`, and how each reads the stream."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, *, rngs: nnx.Rngs | None):
+        self.config, self.kind = config, kind
+        d_model, options = config.d_model, _Options(init_std=config.init_std, rngs=rngs)
+        self.mixer_norm = declare(gain(d_model, "input_layernorm.weight"), rngs)
+        self.ffn_norm = declare(gain(d_model, "post_attention_layernorm.weight"), rngs)
+        if kind.mixer == "kda":
+            self.mixer: Any = KimiDeltaAttention(
+                config.kda, d_model, norm_eps=config.norm_eps, **options
+            )
+        elif config.full_attention == "mla":
+            self.mixer = MultiHeadLatentAttention(config.mla, d_model, **options)
+        else:
+            self.mixer = GroupedQueryAttention(config.gqa, d_model, **options)
+        if kind.moe:
+            self.ffn: Any = LatentMoE(config, rngs=rngs)
+        else:
+            self.ffn = GatedMLP(d_model, config.ffn.dense_width, config.ffn, **options)
+        if config.residual.kind != "plain":
+            names = {"mixer": "self_attention_res", "ffn": "mlp_res"}
+            self.residual = nnx.Dict(
+                {
+                    sublayer: AttentionResidual(d_model, config.norm_eps, name, rngs=rngs)
+                    for sublayer, name in names.items()
+                }
+            )
+
+    def __call__(
+        self,
+        stream: Stream,
+        *,
+        documents: Documents,
+        cache: Any = None,
+        probes: Sequence[str] = (),
+        stored: tuple[PartialMix, PartialMix] | None = None,
+    ) -> tuple[Stream, Any, Stats]:
+        """Runs both sublayers: `(stream, cache, stats)`.
+
+        `stored` has each sublayer's partial mix over the stored sources, where a first phase has
+        made them. Probe `output_norm` adds the mean square of each sublayer's output, as a sum over
+        real tokens.
+        """
+        stats: Stats = {}
+        full = self.config.residual.kind == "attn_res_full"
+        for place, name in enumerate(("mixer", "ffn")):
+            starts = full or (place == 0 and self.kind.starts_block)
+            h, stream = self._read(stream, name, starts, None if stored is None else stored[place])
+            h = rms_norm(h, getattr(self, f"{name}_norm")[...], self.config.norm_eps)
+            sublayer = getattr(self, name)
+            if name == "mixer":
+                y, cache, found = sublayer(h, documents=documents, cache=cache, probes=probes)
+            else:
+                y, _, found = sublayer(h, documents=documents, probes=probes)
+            if found:
+                stats[name] = found
+            if "output_norm" in probes:
+                square = jnp.mean(jnp.square(y.astype(island(y.dtype))), axis=-1)
+                stats[f"{name}_output_norm"] = Sum(jnp.sum(square))
+            stream = stream.add(y) if isinstance(stream, Depth) else stream + y
+        return stream, cache, stats
+
+    def _read(
+        self, stream: Stream, name: str, starts: bool, stored: PartialMix | None
+    ) -> tuple[jax.Array, Stream]:
+        """What the sublayer reads, and the stream it then adds to."""
+        if not isinstance(stream, Depth):
+            return stream, stream
+        if starts and stored is not None:  # the finished block is among the stored sources already
+            return stored.finish(stream.run.dtype), stream
+        h = self.residual[name](stream, stored)
+        return h, stream.push() if starts else stream
+
+
+class SuperBlock(nnx.Module):
+    """Consecutive layers that are traced together; a stack of equal ones is scanned."""
+
+    def __init__(self, config: ModelConfig, pattern: Sequence[LayerKind], *, rngs: nnx.Rngs | None):
+        self.config = config
+        self.layers = nnx.List([DecoderLayer(config, kind, rngs=rngs) for kind in pattern])
+
+    def __call__(
+        self,
+        stream: Stream,
+        *,
+        documents: Documents,
+        cache: list[Any] | None = None,
+        probes: Sequence[str] = (),
+    ) -> tuple[Stream, list[Any] | None, Stats]:
+        """Runs the layers in turn; `cache` has one entry per layer, stats are keyed by place."""
+        caches, stats = [], {}
+        stored: list[tuple[PartialMix, PartialMix] | None] = [None] * len(self.layers)
+        for place, layer in enumerate(self.layers):
+            two_phase = self.config.residual.two_phase and layer.kind.starts_block
+            if two_phase and isinstance(stream, Depth):
+                stream, stored[place:] = self._first_phase(stream, place)
+            run = _remat(layer, self.config.remat, tuple(probes))
+            state = nnx.state(layer)
+            before = None if cache is None else cache[place]
+            stream, after, found = run(state, stream, documents, before, stored[place])
+            caches.append(after)
+            if found:
+                stats[place] = found
+        return stream, None if cache is None else caches, {"layers": stats}
+
+    def _first_phase(
+        self, stream: Depth, place: int
+    ) -> tuple[Depth, list[tuple[PartialMix, PartialMix] | None]]:
+        """Scores the stored sources for all queries of the block from `place` on (AR Alg. 1)."""
+        stream = stream.push()
+        ends = [p for p in range(place + 1, len(self.layers)) if self.layers[p].kind.starts_block]
+        block = self.layers[place : min(ends, default=len(self.layers))]
+        queries = [
+            layer.residual[name].folded(stream.run.dtype)
+            for layer in block
+            for name in ("mixer", "ffn")
+        ]
+        eps = self.config.norm_eps
+        mixes = partial_mix(stream.stored, present(stream), jnp.stack(queries), eps)
+        one = [jax.tree.map(lambda a, i=i: a[i], mixes) for i in range(len(queries))]
+        pairs = list(zip(one[::2], one[1::2], strict=True))
+        return stream, [*pairs, *[None] * (len(self.layers) - place - len(block))]
+
+
+_POLICIES: dict[str, Callable[..., bool] | None] = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def _remat(layer: DecoderLayer, policy: str, probes: tuple[str, ...]) -> Callable[..., Any]:
+    """`layer` as a function of its state, whose backward pass recomputes what `policy` says."""
+    graphdef = nnx.graphdef(layer)
+
+    def run(state, stream, documents, cache, stored):
+        module = nnx.merge(graphdef, state)
+        return module(stream, documents=documents, cache=cache, probes=probes, stored=stored)
+
+    return run if policy == "none" else jax.checkpoint(run, policy=_POLICIES[policy])

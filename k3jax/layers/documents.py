@@ -1,0 +1,99 @@
+"""Which tokens of a row belong together: built once per batch, read by every layer.
+
+`segment_ids [B, T]` int32 number the documents of a row from 1, non-decreasing over real tokens; 0
+is padding, anywhere. A document's tokens see one another and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.parallel.local import local
+from k3jax.sharding import SEQUENCE, spec_of, under_mesh
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The documents of a batch of rows.
+
+    `segment_ids [B, T]` int32, as above. `positions [B, T]` int32: how many real tokens of its
+    document precede a token. `order [B, T]` int32: the row's token indices, real tokens first, in
+    order. `gaps`: bool scalar, whether padding stands before a real token anywhere in the batch, so
+    that a token's predecessor is not simply its left neighbour.
+    """
+
+    segment_ids: jax.Array
+    positions: jax.Array
+    order: jax.Array
+    gaps: jax.Array
+
+    @property
+    def real(self) -> jax.Array:
+        """`[B, T]` bool: not padding."""
+        return self.segment_ids > 0
+
+    @property
+    def starts(self) -> jax.Array:
+        """`[B, T]` bool: first token of its document."""
+        return self.real & (self.positions == 0)
+
+
+def documents_of(segment_ids: jax.Array) -> Documents:
+    """The `Documents` of `segment_ids [B, T]`.
+
+    Raises `ValueError` for a wrong shape or dtype, and, where the values are concrete, for negative
+    ids or ids that decrease along a row.
+    """
+    if segment_ids.ndim != 2 or segment_ids.dtype != jnp.int32:
+        raise ValueError(
+            f"segment_ids: {segment_ids.dtype}{list(segment_ids.shape)}, must be int32 [B, T]"
+        )
+    if not isinstance(segment_ids, jax.core.Tracer):
+        _check_values(np.asarray(segment_ids))
+    if not under_mesh():
+        return _documents(segment_ids)
+    ranks = jax.sharding.get_abstract_mesh().shape[SEQUENCE]
+    if ranks > 1:
+        raise ValueError(
+            f"mesh.context = {ranks}: rows cannot be split over devices yet, must be 1"
+        )
+    spec, whole = spec_of(segment_ids), jax.sharding.PartitionSpec()
+    ids, positions, order, gaps = local(
+        lambda ids: dataclasses.astuple(_documents(ids, rowwise=True)),
+        segment_ids,
+        out_specs=(spec, spec, spec, spec),
+    )
+    return Documents(ids, positions, order, jax.sharding.reshard(jnp.any(gaps), whole))
+
+
+def one_document(batch: int, length: int) -> Documents:
+    """Rows of one document each, without padding."""
+    return documents_of(jnp.ones((batch, length), jnp.int32))
+
+
+def _check_values(ids: np.ndarray) -> None:
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"segment_ids: {ids.min()} found, must be 0 (padding) or positive")
+    latest = np.maximum.accumulate(ids, axis=1)
+    if np.any((ids > 0) & (ids < latest)):
+        row, column = np.argwhere((ids > 0) & (ids < latest))[0]
+        raise ValueError(
+            f"segment_ids: {ids[row, column]} after {latest[row, column]} in row {row} at token "
+            f"{column}, must not decrease over real tokens"
+        )
+
+
+def _documents(ids: jax.Array, rowwise: bool = False) -> Documents:
+    real = ids > 0
+    rank = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+    before = jnp.pad(jax.lax.cummax(ids, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    first = real & (ids != before)
+    start = jax.lax.cummax(jnp.where(first, rank, 0), axis=1)
+    order = jnp.argsort(~real, axis=1, stable=True).astype(jnp.int32)
+    gap = jnp.pad(real[:, 1:] & ~real[:, :-1], ((0, 0), (0, 1)))
+    return Documents(ids, jnp.where(real, rank - start, 0), order, gap if rowwise else jnp.any(gap))

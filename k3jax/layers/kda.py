@@ -1,0 +1,229 @@
+"""Kimi Delta Attention, and the linear mixers that it descends from.
+
+One layer serves four rules, so that the lineage can be ablated: `linear` (S += k v^T), `delta`
+(DeltaNet), `gated_delta` (one decay per head) and `kda` (one decay per key channel). The layer
+makes the streams q, k, v, gate and beta; the recurrence itself is `pallas_kernels.kda`.
+
+Sources: KLR §3 and eq. 10; K3R §2.1, eqs. 1-6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from k3jax.config import KDAConfig, OptimiserRule
+from k3jax.layers.conv import short_conv
+from k3jax.layers.documents import Documents
+from k3jax.layers.linear import gain, island, matrix, normal, project, rms_norm
+from k3jax.layers.stats import Stats, Sum
+from k3jax.parallel.local import local
+from k3jax.params import ParamSpec, declare, weight
+from k3jax.sharding import spec_of
+from pallas_kernels.kda import kda, kda_step, linear_attention
+from pallas_kernels.kda.gates import l2norm, log_decay
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KDACache:
+    """What one KDA layer carries between calls; rows hold one document each.
+
+    `state [B, 1, H, K, V]` float32; `tails`, per stream, the last W-1 inputs of its convolution,
+    `[B, W-1, C]`.
+    """
+
+    state: jax.Array
+    tails: dict[str, jax.Array]
+
+
+def log_uniform_a(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """`A_log` of the softplus gate: log of U(1, 16) (Kimi Linear, as in Mamba-2)."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def inverse_softplus_dt(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """`dt_bias`: softplus^-1 of a step log-uniform in [1e-3, 1e-1], at least 1e-4 (K3R §2.1.1)."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, dtype, low, high)), 1e-4)
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+class KimiDeltaAttention(nnx.Module):
+    """The KDA layer: projections, short convolutions, recurrence, gated norm, output projection."""
+
+    def __init__(
+        self,
+        config: KDAConfig,
+        d_model: int,
+        *,
+        norm_eps: float = 1e-5,
+        init_std: float = 0.02,
+        rngs: nnx.Rngs | None,
+    ):
+        self.config, self.norm_eps = config, norm_eps
+        heads = config.heads
+
+        def linear(inner, outer, axes, name, rule: OptimiserRule = "muon") -> nnx.Variable:
+            name = f"self_attn.{name}.weight"
+            return declare(matrix((inner, outer), axes, name, init_std, rule), rngs)
+
+        def taps(stream: str, width: int) -> nnx.Variable:
+            shape, name = (config.conv_width, width), f"self_attn.{stream}_conv1d.weight"
+            spec = ParamSpec(shape, (None, "heads"), normal(init_std), hf_name=name)
+            return declare(spec, rngs)
+
+        widths = self._widths().items()
+        self.stream = nnx.Dict(
+            {s: linear(d_model, w, ("embed", "heads"), f"{s}_proj") for s, w in widths}
+        )
+        if config.conv_width:
+            self.taps = nnx.Dict({s: taps(s, w) for s, w in widths})
+        if config.rule != "linear":
+            # One column per head is no matrix for Muon.
+            self.beta = linear(d_model, heads, ("embed", "heads"), "b_proj", "adamw")
+        if config.rule in ("kda", "gated_delta"):
+            channels, rank = config.key_dim if config.rule == "kda" else 1, config.decay_rank
+            self.decay_down = linear(d_model, rank, ("embed", "lora"), "f_a_proj")
+            self.decay_up = linear(rank, heads * channels, ("lora", "heads"), "f_b_proj")
+            init = initializers.zeros if config.gate_form == "bounded" else log_uniform_a
+            spec = ParamSpec((heads,), ("heads",), init, hf_name="self_attn.A_log")
+            self.a_log = declare(spec, rngs)
+            shape, name = (heads, channels), "self_attn.dt_bias"
+            spec = ParamSpec(shape, ("heads", None), inverse_softplus_dt, hf_name=name)
+            self.dt_bias = declare(spec, rngs)
+        width, rank = heads * config.value_dim, config.output_gate_rank
+        if config.output_gate != "none" and rank:
+            self.gate_down = linear(d_model, rank, ("embed", "lora"), "g_a_proj")
+            self.gate_up = linear(rank, width, ("lora", "heads"), "g_b_proj")
+        elif config.output_gate != "none":
+            self.gate = linear(d_model, width, ("embed", "heads"), "g_proj")
+        self.norm = declare(gain(config.value_dim, "self_attn.o_norm.weight"), rngs)
+        self.out = linear(width, d_model, ("heads", "embed"), "o_proj")
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        documents: Documents,
+        cache: KDACache | None = None,
+        probes: Sequence[str] = (),
+    ) -> tuple[jax.Array, KDACache | None, Stats]:
+        """`x [B, T, d]` -> `(y [B, T, d], cache, stats)`; y is zero at padding.
+
+        Probe `log_decay` adds g `[H, K]` (`[H, 1]`), summed over real tokens.
+        """
+        streams, tails = self._streams(x, documents, cache)
+        gate = self._decay_gate(x)
+        beta = project(x, self.beta) if hasattr(self, "beta") else None
+        state = None if cache is None else cache.state
+        o, state = self._recur(streams, gate, beta, state, documents)
+        normed = rms_norm(o.astype(island(o.dtype)), self.norm[...], self.norm_eps)
+        gated = self._output_gate(x, normed).astype(x.dtype)
+        y = project(gated.reshape(*x.shape[:2], -1), self.out)
+        y = jnp.where(documents.real[..., None], y, 0)
+        stats: Stats = {}
+        if "log_decay" in probes and gate is not None:
+            wide, form = gate.astype(island(gate.dtype)), self.config.gate_form
+            g = log_decay(wide, self.a_log[...], self.dt_bias[...], form, self.config.lower_bound)
+            where = documents.real[..., None, None]
+            stats["log_decay"] = Sum(jnp.sum(g, axis=(0, 1), where=where))
+        return y, None if state is None else KDACache(state, tails), stats
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KDACache:
+        """The cache of `batch` rows whose documents have not begun, for activations in `dtype`.
+
+        Its size does not depend on the `capacity` in tokens that other mixers ask for.
+        """
+        del capacity
+        config = self.config
+        behind = max(config.conv_width - 1, 0)
+        state = (batch, 1, config.heads, config.key_dim, config.value_dim)
+        return KDACache(
+            jnp.zeros(state, island(dtype)),
+            {s: jnp.zeros((batch, behind, w), dtype) for s, w in self._widths().items()},
+        )
+
+    def _widths(self) -> dict[str, int]:
+        heads, keys, values = self.config.heads, self.config.key_dim, self.config.value_dim
+        return {"q": heads * keys, "k": heads * keys, "v": heads * values}
+
+    def _streams(
+        self, x: jax.Array, documents: Documents, cache: KDACache | None
+    ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+        """q, k, v as `[B, T, H, D]`, and the tails of their convolutions."""
+        streams, tails = [], {}
+        for name in self._widths():
+            stream, tail = project(x, self.stream[name]), None
+            if cache is not None:
+                tail = tails[name] = cache.tails[name]
+            if self.config.conv_width:
+                taps, spec = weight(self.taps[name], x.dtype), spec_of(stream)
+                stream, tails[name] = local(
+                    short_conv, stream, taps, documents, tail,
+                    out_specs=(spec, PartitionSpec(spec[0], None, spec[2])),
+                )  # fmt: skip
+            streams.append(stream.reshape(*x.shape[:2], self.config.heads, -1))
+        return streams, tails
+
+    def _decay_gate(self, x: jax.Array) -> jax.Array | None:
+        """The raw gate `[B, T, H, K]`, or `[B, T, H, 1]`; None for a rule without decay."""
+        if not hasattr(self, "decay_up"):
+            return None
+        z = project(project(x, self.decay_down), self.decay_up)
+        return z.reshape(*x.shape[:2], self.config.heads, -1)
+
+    def _recur(
+        self,
+        streams: list[jax.Array],
+        gate: jax.Array | None,
+        beta: jax.Array | None,
+        state: jax.Array | None,
+        documents: Documents,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The recurrence over the row, or over its one token: `(o [B, T, H, V], state)`."""
+        v, config = streams[2], self.config
+        options = {
+            "gate_form": config.gate_form,
+            "lower_bound": config.lower_bound,
+            "beta_form": "logit",
+        }
+
+        def row(q, k, v, gate, beta, a_log, dt_bias, state, segment_ids):
+            carried = {"initial_state": state, "return_final_state": state is not None}
+            if config.rule == "linear":  # normed as under the other rules: only the rule differs
+                q, k = l2norm(q), l2norm(k)
+                return linear_attention(q, k, v, segment_ids=segment_ids, **carried)
+            gates = {"a_log": a_log, "dt_bias": dt_bias, **options}
+            if state is None or v.shape[1] != 1:
+                return kda(q, k, v, gate, beta, segment_ids=segment_ids, **carried, **gates)
+            q, k, v, gate, beta = jax.tree.map(lambda a: a[:, 0], (q, k, v, gate, beta))
+            active = segment_ids[:, 0] > 0
+            o, after = kda_step(q, k, v, gate, beta, state[:, 0], active=active, **gates)
+            return o[:, None], after[:, None]
+
+        gates = (None, None) if gate is None else (self.a_log[...], self.dt_bias[...])
+        rows, _, heads, _ = spec_of(v)
+        return local(
+            row, *streams, gate, beta, *gates, state, documents.segment_ids,
+            out_specs=(spec_of(v), PartitionSpec(rows, None, heads, None, None)),
+        )  # fmt: skip
+
+    def _output_gate(self, x: jax.Array, normed: jax.Array) -> jax.Array:
+        """`normed [B, T, H, V]` times its gate, in the island's dtype (K3R eq. 6, KLR eq. 10)."""
+        if self.config.output_gate == "none":
+            return normed
+        if self.config.output_gate_rank:
+            raw = project(project(x, self.gate_down), self.gate_up)
+        else:
+            raw = project(x, self.gate)
+        raw = raw.astype(normed.dtype).reshape(normed.shape)
+        swish = self.config.output_gate == "swish"
+        return normed * (jax.nn.silu(raw) if swish else jax.nn.sigmoid(raw))

@@ -1,0 +1,63 @@
+"""Projections and RMS norms: the two things every layer is made of."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from k3jax.config import OptimiserRule
+from k3jax.params import ParamSpec, weight
+from k3jax.sharding import spec_of, under_mesh
+
+# One function object per std: graph definitions of equal modules are then equal, and jit is reused.
+normal = functools.cache(initializers.normal)
+
+
+def island(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of a float32 island: at least float32, and float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def matrix(
+    shape: tuple[int, int],
+    axes: tuple[str | None, str | None],
+    hf_name: str | None,
+    std: float,
+    rule: OptimiserRule = "muon",
+) -> ParamSpec:
+    """The spec of a projection `[in, out]` (official checkpoints store `[out, in]`)."""
+    return ParamSpec(shape, axes, normal(std), rule=rule, decay=True, hf_name=hf_name)
+
+
+def gain(width: int, hf_name: str, axis: str | None = None) -> ParamSpec:
+    """The spec of an RMS norm's gain `[width]`, one at the start, without weight decay."""
+    return ParamSpec((width,), (axis,), initializers.ones, hf_name=hf_name)
+
+
+def project(x: jax.Array, kernel: nnx.Variable, dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x [..., in] @ kernel [in, out]` in `dtype`, by default that of `x`.
+
+    In float32 and above the product runs at full precision. Where both sides are split along the
+    contraction (a row-parallel projection), the result is summed over those devices.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    x, w = x.astype(dtype), weight(kernel, dtype)
+    out = PartitionSpec(*spec_of(x)[:-1], spec_of(w)[-1]) if under_mesh() else None
+    precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jnp.matmul(x, w, precision=precision, out_sharding=out)
+
+
+def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:
+    """RMS norm over the last axis: normalised in a float32 island, cast back, scaled by `gain`.
+
+    The order of cast and gain is the official code's (K3HF); `gain` None leaves it out.
+    """
+    wide = x.astype(island(x.dtype))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = normed.astype(x.dtype)
+    return normed if gain is None else normed * gain.astype(x.dtype)

@@ -1,0 +1,199 @@
+"""The decoder: embedding, stacked super-blocks under a scan, final mix, head.
+
+Kimi K3 and Kimi Linear are two settings of it (K3R §2, KLR §3). The same module trains, prefills
+and decodes; what differs is the cache that is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.config import ModelConfig
+from k3jax.layers.attn_res import AttentionResidual, Depth, depth_of
+from k3jax.layers.block import Stream, SuperBlock
+from k3jax.layers.documents import Documents, one_document
+from k3jax.layers.linear import gain, island, matrix, normal, rms_norm
+from k3jax.layers.stats import Stats
+from k3jax.parallel.local import local
+from k3jax.params import ParamSpec, declare, initialise, stack, weight
+from k3jax.sharding import activation_spec, spec_of, under_mesh
+from k3jax.stacking import segments, stored_sources
+
+_LOSS_TOKENS = 1024  # tokens whose logits exist at one time while the loss is computed
+
+
+class Decoder(nnx.Module):
+    """A Kimi decoder after `config`; abstract (shapes only) where `rngs` is None.
+
+    `model.blocks[s]` is the stack of segment s (`k3jax.stacking`): a super-block whose variables
+    have a leading `layers` axis.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
+        self.config = config
+        vocab, d_model = config.vocab_size, config.d_model
+        spec = ParamSpec(
+            (vocab, d_model), ("vocab", "embed"), normal(config.init_std),
+            decay=True, hf_name="model.embed_tokens.weight",
+        )  # fmt: skip
+        self.embedding = declare(spec, None)
+        self.blocks = nnx.List(
+            [
+                stack(SuperBlock(config, segment.pattern, rngs=None), segment.repeats)
+                for segment in segments(config)
+            ]
+        )
+        if config.residual.kind != "plain":
+            self.residual = AttentionResidual(
+                d_model, config.norm_eps, "model.output_attn_res", rngs=None
+            )
+        self.norm = declare(gain(d_model, "model.norm.weight"), None)
+        if not config.tie_embeddings:
+            axes, name = ("embed", "vocab"), "lm_head.weight"
+            spec = matrix((d_model, vocab), axes, name, config.init_std, "adamw")
+            self.head = declare(spec, None)
+        if rngs is not None:
+            initialise(self, rngs)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        documents: Documents | None = None,
+        cache: list[Any] | None = None,
+        probes: Sequence[str] = (),
+    ) -> tuple[jax.Array, list[Any] | None, Stats]:
+        """`tokens [B, T]` int32 -> `(logits [B, T, vocab], cache, stats)`, logits at least float32.
+
+        Without `documents` each row is one document. Padding rows and tokens get finite logits that
+        mean nothing.
+        """
+        hidden, cache, stats = self.hidden(tokens, documents=documents, cache=cache, probes=probes)
+        return _logits(hidden, self.head_matrix()), cache, stats
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        documents: Documents | None = None,
+        cache: list[Any] | None = None,
+        probes: Sequence[str] = (),
+    ) -> tuple[jax.Array, list[Any] | None, Stats]:
+        """As `__call__`, but the normed hidden states `[B, T, d]` before the head."""
+        if documents is None:
+            documents = one_document(*tokens.shape)
+        x = self._embed(tokens)
+        plain, slots = self.config.residual.kind == "plain", stored_sources(self.config)
+        stream: Stream = x if plain else depth_of(x, slots)
+        stats: Stats = {"blocks": {}}
+        caches = []
+        for index, blocks in enumerate(self.blocks):
+            before = None if cache is None else cache[index]
+            stream, after, found = self._scan(blocks, stream, documents, before, tuple(probes))
+            caches.append(after)
+            stats["blocks"][index] = found
+        h = self.residual(stream) if isinstance(stream, Depth) else stream
+        h = rms_norm(h, self.norm[...], self.config.norm_eps)
+        return h, None if cache is None else caches, stats
+
+    def empty_cache(self, batch: int, capacity: int) -> list[Any]:
+        """The cache of `batch` rows that have not begun, for up to `capacity` tokens a row."""
+        dtype = jnp.dtype(self.config.dtype)
+        return [
+            [
+                jax.tree.map(
+                    lambda a, r=segment.repeats: jnp.broadcast_to(a, (r, *a.shape)),
+                    layer.mixer.empty_cache(batch, capacity, dtype),
+                )
+                for layer in blocks.layers
+            ]
+            for segment, blocks in zip(segments(self.config), self.blocks, strict=True)
+        ]
+
+    def head_matrix(self) -> jax.Array:
+        """The output projection `[d, vocab]`, ready to compute with."""
+        dtype = jnp.dtype(self.config.dtype)
+        if self.config.tie_embeddings:
+            return weight(self.embedding, dtype).T
+        return weight(self.head, dtype)
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        table = weight(self.embedding, jnp.dtype(self.config.dtype))
+        if not under_mesh():
+            return table[tokens]
+        return table.at[tokens].get(out_sharding=activation_spec(3))
+
+    def _scan(
+        self,
+        blocks: SuperBlock,
+        stream: Stream,
+        documents: Documents,
+        cache: list[Any] | None,
+        probes: tuple[str, ...],
+    ) -> tuple[Stream, list[Any] | None, Stats]:
+        graphdef, state = nnx.split(blocks)
+
+        def body(stream, slices):
+            state, cache = slices
+            block = nnx.merge(graphdef, state)
+            stream, cache, stats = block(stream, documents=documents, cache=cache, probes=probes)
+            return stream, (cache, stats)
+
+        stream, (cache, stats) = jax.lax.scan(
+            body, stream, (state, cache), unroll=True if self.config.unroll else 1
+        )
+        return stream, cache, stats
+
+
+def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """`hidden [..., d] @ head [d, vocab]`, accumulated and kept in the island's dtype."""
+    wide = island(hidden.dtype)
+    precision = None if hidden.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jnp.matmul(hidden, head, precision=precision, preferred_element_type=wide)
+
+
+def token_nll(model: Decoder, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log-likelihood of `targets [B, T]` given `hidden [B, T, d]`: `[B, T]`, in nats.
+
+    At most `_LOSS_TOKENS` tokens have their logits in memory at one time, in the backward pass too.
+    """
+    head = model.head_matrix()
+    if under_mesh():
+        head = jax.sharding.reshard(head, jax.sharding.PartitionSpec(None, None))
+    return local(_blockwise_nll, hidden, head, targets, out_specs=spec_of(targets))
+
+
+def _blockwise_nll(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+    count = targets.size
+    blocks = -(-count // _LOSS_TOKENS)
+    size = -(-count // max(blocks, 1))
+    spare = blocks * size - count
+
+    @jax.checkpoint
+    def nll(block):
+        rows, labels = block
+        logits = _logits(rows, head)
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        return jax.nn.logsumexp(logits, axis=1) - picked
+
+    rows = jnp.pad(hidden.reshape(count, -1), ((0, spare), (0, 0))).reshape(blocks, size, -1)
+    labels = jnp.pad(targets.reshape(count), (0, spare)).reshape(blocks, size)
+    return jax.lax.map(nll, (rows, labels)).reshape(-1)[:count].reshape(targets.shape)
+
+
+def next_token_loss(
+    model: Decoder, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`(sum of weighted nll, sum of weights)`: their quotient over all micro-batches is the loss.
+
+    `weights [B, T]` are zero where a target is padding, masked, or another document's first token.
+    """
+    nll = token_nll(model, hidden, targets)
+    weights = weights.astype(nll.dtype)
+    # A masked target may sit on a hidden state that means nothing: its loss must not leak as NaN.
+    return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)

@@ -1,0 +1,1 @@
+"""What runs across a mesh: local shards, expert transports. Knows no model."""

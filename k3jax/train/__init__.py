@@ -1,0 +1,1 @@
+"""Training: the state, one jitted step, the loop around it, its checkpoints and what it reports."""

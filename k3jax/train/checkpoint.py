@@ -1,0 +1,261 @@
+"""Checkpoints: written in the background, whole or not at all, and checked before they are used.
+
+orbax writes a step into a temporary directory and renames it when all is there. Just before the
+rename a record joins it, `record.json`: the configuration and the SHA-256 of every file. A step
+directory that does not agree with its record is put aside with a line saying so, and the one before
+it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from k3jax.config import ExperimentConfig, TrainConfig
+from k3jax.flags import differences, from_json, to_json
+from k3jax.train.state import TrainState
+
+log = logging.getLogger("k3jax")
+
+RECORD = "record.json"
+PART = ".orbax-checkpoint-tmp"  # orbax's suffix of a directory that is still being written
+DAMAGED = ".damaged"
+MANIFEST = (
+    "_CHECKPOINT_METADATA"  # orbax's list of what a checkpoint has, with times added at the end
+)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`; leaving the context waits for writes.
+
+    Keeps the newest `train.keep`, and for good those at multiples of `train.keep_every`.
+    """
+
+    def __init__(self, directory: Path, config: ExperimentConfig):
+        self.directory, self._config = directory, config
+        self._writing: tuple[int, Any] | None = None
+        for path in sorted(directory.glob(f"*{PART}*")):
+            log.warning("checkpoint %s skipped: half-written", path.name.partition(".")[0])
+        options = ocp.Context()
+        options.async_options.post_finalization_callback = self._seal
+        self._orbax = ocp.training.Checkpointer(
+            directory,
+            context=options,
+            preservation_policy=_preservation(config.train),
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # raises a failed write's error once more
+                self._orbax.close()
+
+    def steps(self) -> list[int]:
+        """The steps that have a finished checkpoint, ascending."""
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+
+    def save(self, state: TrainState, data: Any) -> None:
+        """Begin to write `state` and the position of `data`, an iterator that orbax can save.
+
+        Returns as soon as the arrays are copied off the device. Raises `OSError` with one line if
+        the write before this one failed; nothing can be saved after that.
+        """
+        self.wait()
+        step = int(state.step)
+        try:
+            response = self._orbax.save_checkpointables_async(
+                step, {"state": _named(state), "data": data}, force=True
+            )
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._writing = (step, response)
+
+    def wait(self) -> None:
+        """Return when nothing is being written; raises `OSError` with one line if that failed."""
+        if self._writing is None:
+            return
+        (step, response), self._writing = self._writing, None
+        try:
+            response.result()
+        except Exception as error:
+            raise self._failure(step, error) from error
+
+    def restore(self, abstract: TrainState, data: Any) -> TrainState | None:
+        """The newest intact checkpoint, in the shapes and layout of `abstract`; None without one.
+
+        Moves `data` to the saved position. Damaged checkpoints are renamed, with a line each.
+        Raises `ValueError` for an intact checkpoint of another configuration.
+        """
+        for step in reversed(self.steps()):
+            path = self.directory / str(step)
+            problem = _damage(path)
+            if problem is None:
+                self._refuse_other(path, step, abstract)
+                try:
+                    leaves = self._load(step, state=_named(abstract))
+                except Exception as error:
+                    problem = _first_line(error)
+                else:
+                    self._load(step, data=data)
+                    return _unnamed(abstract, leaves)
+            log.warning("checkpoint %d skipped: %s", step, problem)
+            _put_aside(path)
+            self._orbax.reload()
+        return None
+
+    def _load(self, step: int, **item: Any) -> Any:
+        (name,) = item
+        try:
+            return self._orbax.load_checkpointables(step, item)[name]
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # orbax wraps what went wrong in its own terms
+                cause = cause.__cause__
+            raise cause from None
+
+    def _refuse_other(self, path: Path, step: int, abstract: TrainState) -> None:
+        saved = self._orbax.checkpointables_metadata(step).metadata["state"]
+        was = {name: _describe(leaf) for name, leaf in saved.items()}
+        now = {name: _describe(leaf) for name, leaf in _named(abstract).items()}
+        leaves = [
+            f"{name}: {was.get(name, 'absent')}, now {now.get(name, 'absent')}"
+            for name in sorted(was | now)
+            if was.get(name) != now.get(name)
+        ]
+        if not leaves:
+            return
+        config = from_json(ExperimentConfig, json.loads((path / RECORD).read_text())["config"])
+        settings = [
+            line
+            for line in differences(config, self._config)
+            if line.startswith(("model.", "optimiser."))
+        ]
+        raise ValueError(
+            f"checkpoint {path} is of another configuration: {_some(leaves + settings)}"
+        )
+
+    def _seal(self) -> None:
+        """Add the record to the step directory that orbax is about to rename."""
+        if jax.process_index() != 0:
+            return
+        for part in self.directory.glob(f"*{PART}*"):
+            record = {
+                "config": to_json(self._config),
+                "items": _items(part),
+                "files": _digests(part),
+            }
+            record["digest"] = _sha256(json.dumps(record).encode())
+            (part / RECORD).write_text(json.dumps(record))
+
+    def _failure(self, step: int, error: Exception) -> OSError:
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        reason = "no space left on the disk" if full else _first_line(error)
+        intact = ", ".join(map(str, self.steps())) or "none"
+        return OSError(
+            f"checkpoint {step} not written to {self.directory}: {reason}; intact ones: {intact}"
+        )
+
+
+def _preservation(config: TrainConfig) -> Any:
+    policies = ocp.training.preservation_policies
+    kept = [policies.LatestN(config.keep)]
+    if config.keep_every:
+        kept.append(policies.EveryNSteps(config.keep_every))
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _named(state: TrainState) -> dict[str, Any]:
+    """The leaves of `state` by path, `params/embedding/value`; the key as its raw numbers."""
+    state = dataclasses.replace(state, rng=_raw_key(state.rng))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _unnamed(abstract: TrainState, leaves: dict[str, Any]) -> TrainState:
+    order = [leaves[name] for name in _named(abstract)]
+    state = jax.tree.unflatten(jax.tree.structure(abstract), order)
+    return dataclasses.replace(state, rng=jax.random.wrap_key_data(state.rng))
+
+
+def _raw_key(key: Any) -> Any:
+    if not isinstance(key, jax.ShapeDtypeStruct):
+        return jax.random.key_data(key)
+    raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+    return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=key.sharding)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a finished checkpoint's files, or None."""
+    try:
+        record = json.loads((path / RECORD).read_bytes())
+        digest = record.pop("digest")
+        if digest != _sha256(json.dumps(record).encode()):
+            return f"{RECORD} is damaged"
+        if _items(path) != record["items"]:
+            return f"{MANIFEST} is damaged"
+        for name, expected in record["files"].items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if _file_digest(path / name) != expected:
+                return f"{name} is damaged"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"damaged or missing: {_first_line(error)}"
+    return None
+
+
+def _items(path: Path) -> dict[str, str]:
+    """What orbax notes about the parts of a checkpoint; the times beside it change later."""
+    return json.loads((path / MANIFEST).read_bytes())["item_handlers"]
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """The digest of each file in the folders of `directory`."""
+    files = sorted(path for path in directory.glob("*/**/*") if path.is_file())
+    return {str(path.relative_to(directory)): _file_digest(path) for path in files}
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _put_aside(path: Path) -> None:
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def _describe(leaf: Any) -> str:
+    return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _some(lines: list[str], most: int = 8) -> str:
+    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
+    return "; ".join(lines[:most]) + more

@@ -1,0 +1,52 @@
+"""What `--dry_run` prints: settings, the table of parameters, and what a token costs."""
+
+from __future__ import annotations
+
+import math
+
+from flax import nnx
+
+from k3jax.config import ExperimentConfig
+from k3jax.cost import flops_per_token, parameter_counts
+from k3jax.flags import to_json
+from k3jax.model import Decoder
+from k3jax.params import BalancingState, specs
+
+
+def describe(config: ExperimentConfig) -> str:
+    """The resolved configuration as JSON, one line per parameter, totals and FLOPs per token.
+
+    Nothing is allocated.
+    """
+    muon = config.optimiser.kind == "muon"
+    model = Decoder(config.model, rngs=None)
+    _, *states = nnx.split(model, nnx.Param, BalancingState)
+    params, balancing = states
+    ruled = [
+        *((path, spec, spec.rule if muon else "adamw") for path, spec in specs(params)),
+        *((path, spec, "balancing") for path, spec in specs(balancing)),
+    ]
+    rows = [("parameter", "shape", "axes", "rule", "decay", "bytes")]
+    size = 0
+    for path, spec, rule in ruled:
+        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        axes = ", ".join(axis or "-" for axis in spec.axes)
+        shape = " x ".join(map(str, spec.shape))
+        rows.append((path, shape, axes, rule, "yes" if spec.decay else "no", f"{nbytes:,}"))
+        size += nbytes
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    counts, length = parameter_counts(config.model), config.data.sequence_length
+    return "\n".join(
+        [
+            to_json(config),
+            *table,
+            "",
+            f"parameters: {counts.total:,} in total, {counts.active:,} active, {size:,} bytes",
+            f"FLOPs per token, forward and backward, at {length} tokens a row: "
+            f"{flops_per_token(config.model, length):,.0f}",
+        ]
+    )

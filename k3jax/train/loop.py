@@ -1,0 +1,241 @@
+"""The training loop: batches in, steps out, and everything that happens between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from k3jax.config import ExperimentConfig
+from k3jax.cost import flops_per_token
+from k3jax.data.baseline import baseline_bits_per_byte
+from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
+from k3jax.data.tokenizer import Tokenizer
+from k3jax.layers.balancing import update_balancing
+from k3jax.model import Decoder
+from k3jax.optim import learning_rate
+from k3jax.sharding import BATCH, SEQUENCE, make_mesh
+from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.metrics import MetricsLog, Stopwatch
+from k3jax.train.report import make_sampler, plot
+from k3jax.train.signals import StopSignal
+from k3jax.train.state import Blueprint, TrainState, blueprint
+from k3jax.train.step import decoder_loss, make_evaluation, make_step
+from k3jax.train.workdir import claim
+
+PROMPT = 64  # tokens of held-out text that the final sample goes on from
+TEMPERATURE = 0.8
+
+log = logging.getLogger("k3jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended: at `step`, by a signal (`stopped_by`) or with all done."""
+
+    state: TrainState
+    step: int
+    stopped_by: int | None
+
+
+def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
+    """Run `config` in `workdir` to its last step, from the newest intact checkpoint there.
+
+    Tokenised corpora are kept in `cache_dir`. Raises `ValueError` or `OSError`, with one line, for
+    what cannot be run, resumed or written.
+    """
+    claim(workdir, config)
+    with jax.set_mesh(make_mesh(config.mesh)), StopSignal() as stop:
+        shards = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        data = make_train_iterator(config.data, cache_dir, **shards)
+        held_out = validation_batches(config.data, cache_dir, config.train.eval_batches, **shards)
+        token_bytes = _token_bytes(load_corpus(config.data, cache_dir).tokenizer, config)
+        plan = decoder_blueprint(config)
+        loss = decoder_loss(plan.graphdef)
+        run_step = make_step(
+            loss,
+            functools.partial(update_balancing, config=config.model.moe),
+            plan.optimiser,
+            learning_rate(config.optimiser, config.train.steps),
+            token_bytes,
+        )
+        evaluate = make_evaluation(loss, token_bytes)
+
+        with Checkpoints(workdir / "checkpoints", config) as checkpoints:
+            state = checkpoints.restore(plan.abstract(), data)
+            if state is None:
+                state = plan.create(config.train.seed)
+            start = int(state.step)
+            if start > config.train.steps:
+                raise ValueError(
+                    f"train.steps = {config.train.steps}: {workdir} is at step {start}"
+                )
+            log.info("%s from step %d of %d", config.name, start, config.train.steps)
+            with MetricsLog(workdir, start, config.train.tensorboard) as metrics:
+                loop = _Loop(config, workdir, data, metrics, checkpoints, stop)
+                state = loop.run(
+                    state, run_step, lambda state: _bits_per_byte(evaluate, state, held_out)
+                )
+        if stop.received is None:
+            _report(config, workdir, cache_dir, plan, state, held_out)
+        return Outcome(state, int(state.step), stop.received)
+
+
+def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
+    """The blueprint of the decoder of `config`."""
+    return blueprint(
+        lambda rngs: Decoder(config.model, rngs=rngs), config.optimiser, config.train.steps
+    )
+
+
+@dataclasses.dataclass
+class _Loop:
+    """The steps of one call, and what falls due between them."""
+
+    config: ExperimentConfig
+    workdir: Path
+    data: TrainIterator
+    metrics: MetricsLog
+    checkpoints: Checkpoints
+    stop: StopSignal
+
+    def __post_init__(self) -> None:
+        self._watch = Stopwatch()
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._profile_end: int | None = None
+        data = self.config.data
+        self._tokens_per_step = data.batch_size * data.sequence_length
+        self._flops_per_token = flops_per_token(self.config.model, data.sequence_length)
+
+    def run(
+        self,
+        state: TrainState,
+        run_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
+        validate: Callable[[TrainState], float],
+    ) -> TrainState:
+        """The state after the last step, or after the step in which a signal came."""
+        train, start = self.config.train, int(state.step)
+        with tqdm(total=train.steps, initial=start, unit="step", dynamic_ncols=True) as self._bar:
+            for step in range(start + 1, train.steps + 1):
+                self._profile(step, start)
+                batch = self._place(next(self.data))
+                state, metrics = run_step(state, batch)
+                self._settle()  # the step before; this one runs meanwhile
+                self._pending = step, metrics
+                last, stopped = step == train.steps, self.stop.received is not None
+                if step == start + 1:
+                    self._settle()
+                    self._watch.start(step)  # compilation is no part of tokens/s
+                if last or (train.eval_every and step % train.eval_every == 0):
+                    self._settle()
+                    self._validate(step, validate(state))
+                if last or stopped or step % train.checkpoint_every == 0:
+                    self._settle()
+                    self.checkpoints.save(state, self.data)
+                    self._watch.start(step)
+                if stopped:
+                    break
+        self._stop_profile()
+        return state
+
+    def _settle(self) -> None:
+        """Wait for the pending step, and put its metrics on record where they are due."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        figures = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        self._bar.set_postfix_str(f"{figures['bits_per_byte']:.3f} bits/byte", refresh=False)
+        self._bar.update()
+        if step % self.config.train.log_every and step != self.config.train.steps:
+            return
+        record: dict[str, float] = {"tokens": step * self._tokens_per_step} | figures
+        if rate := self._watch.rate(step):
+            record["tokens_per_second"] = rate * self._tokens_per_step
+            record["model_flops_per_second"] = record["tokens_per_second"] * self._flops_per_token
+        self.metrics.write(step, record)
+
+    def _validate(self, step: int, bits_per_byte: float) -> None:
+        tokens = step * self._tokens_per_step
+        self.metrics.write(step, {"tokens": tokens, "validation_bits_per_byte": bits_per_byte})
+        tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
+        self._watch.start(step)
+
+    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """`[rows, T]` of this process to `[micro-batches, rows / micro-batches, T]` on the mesh."""
+        parts = self.config.train.micro_batches
+        return _placed(
+            {name: x.reshape(parts, -1, x.shape[1]) for name, x in batch.items()},
+            PartitionSpec(None, BATCH, SEQUENCE),
+        )
+
+    def _profile(self, step: int, start: int) -> None:
+        """Begin and end the profiler's window, before `step` runs."""
+        first, length = self.config.train.profile_start, self.config.train.profile_steps
+        if length and step == max(first, start + 1):
+            jax.profiler.start_trace(self.workdir / "profile")
+            self._profile_end = step + length
+        elif step == self._profile_end:
+            self._stop_profile()
+
+    def _stop_profile(self) -> None:
+        if self._profile_end is not None:
+            self._profile_end = None
+            jax.profiler.stop_trace()
+
+
+def _placed(batch: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, jax.Array]:
+    sharding = NamedSharding(jax.sharding.get_mesh(), spec)
+    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+
+
+def _token_bytes(tokenizer: Tokenizer, config: ExperimentConfig) -> np.ndarray:
+    """Bytes per token over the model's vocabulary, which may be larger than the tokenizer's."""
+    spare = config.model.vocab_size - tokenizer.vocab_size
+    if spare < 0:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size}: must be at least "
+            f"{tokenizer.vocab_size}, what data.tokenizer = {config.data.tokenizer!r} needs"
+        )
+    return np.pad(tokenizer.token_bytes, (0, spare))
+
+
+def _bits_per_byte(
+    evaluate: Callable[..., Any], state: TrainState, batches: Iterable[dict[str, np.ndarray]]
+) -> float:
+    spec = PartitionSpec(BATCH, SEQUENCE)
+    pairs = jax.device_get([evaluate(state, _placed(batch, spec)) for batch in batches])
+    bits, size = np.sum(np.asarray(pairs, np.float64), axis=0)
+    return float(bits / size)
+
+
+def _report(
+    config: ExperimentConfig,
+    workdir: Path,
+    cache_dir: Path,
+    plan: Blueprint,
+    state: TrainState,
+    held_out: list[dict[str, np.ndarray]],
+) -> None:
+    """The plot and the sample, for whoever looks at `workdir` afterwards."""
+    baseline = None
+    if config.data.tokenizer == "bytes":
+        baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
+        print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
+    print(f"loss curve: {plot(workdir, baseline)}")
+    if count := config.train.sample_tokens:
+        tokenizer = load_corpus(config.data, cache_dir).tokenizer
+        sample = make_sampler(plan, tokenizer.vocab_size, TEMPERATURE)
+        rows = int(np.prod([getattr(config.mesh, axis) for axis in BATCH]))
+        prompt = np.tile(held_out[0]["inputs"][:1, :PROMPT], (rows, 1))
+        drawn = sample(state, prompt, count, state.rng)
+        text = f"{tokenizer.decode(prompt[0])}▌{tokenizer.decode(drawn)}\n"
+        (workdir / "sample.txt").write_text(text)
+        print(f"sample, after held-out text up to ▌:\n{text}")

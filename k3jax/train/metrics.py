@@ -1,0 +1,81 @@
+"""The record of a run: one JSON object a line, and TensorBoard where it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl` in `workdir`, from `step` on; a context manager.
+
+    A run that is resumed at `step` drops what was recorded beyond it, so no step is there twice.
+    """
+
+    def __init__(self, workdir: Path, step: int, tensorboard: bool):
+        path = workdir / FILE
+        kept = [record for record in read_metrics(workdir) if record["step"] <= step]
+        part = path.with_suffix(".part")
+        part.write_text("".join(map(_line, kept)))
+        part.replace(path)
+        self._file = path.open("a")
+        self._board = None
+        if tensorboard:
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Record `metrics` under `step`; figures that are not finite are null."""
+        self._file.write(_line({"step": step, **metrics}))
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+    """The records in `workdir`, in order; a line cut short by a kill is left out."""
+    path, records = workdir / FILE, []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+class Stopwatch:
+    """Steps per second since it was last started."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self, steps: int = 0) -> None:
+        self._steps, self._began = steps, time.perf_counter()
+
+    def rate(self, steps: int) -> float:
+        """Steps per second from the start, at step count `steps`; starts anew."""
+        elapsed, done = time.perf_counter() - self._began, steps - self._steps
+        self.start(steps)
+        return done / max(elapsed, 1e-9)
+
+
+def _line(record: dict[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite) + "\n"

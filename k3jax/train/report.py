@@ -1,0 +1,70 @@
+"""What a run leaves to look at when it ends: a loss plot, and a sample of what the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+
+from k3jax.train.metrics import read_metrics
+from k3jax.train.state import Blueprint, TrainState
+
+matplotlib.use("Agg")
+
+
+def plot(workdir: Path, baseline: float | None) -> Path:
+    """Bits per byte against tokens, from the records in `workdir`, as `loss.png` there."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    records = read_metrics(workdir)
+    for name, style in (("bits_per_byte", "-"), ("validation_bits_per_byte", "o-")):
+        points = [(r["tokens"], r[name]) for r in records if r.get(name) is not None]
+        if points:
+            label = "validation" if "validation" in name else "training"
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    if baseline is not None:
+        axes.axhline(baseline, linestyle="--", color="grey", label="two-byte contexts")
+    axes.set(xlabel="tokens", ylabel="bits per byte", title=workdir.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = workdir / "loss.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def make_sampler(
+    plan: Blueprint, vocab_size: int, temperature: float
+) -> Callable[[TrainState, np.ndarray, int, jax.Array], list[int]]:
+    """A function from state, prompt `[rows, T]`, count and key to `count` tokens after row 0.
+
+    Prefills the prompt, then takes one token at a time from the model's cache. Only the first
+    `vocab_size` tokens are drawn.
+    """
+
+    def advance(
+        state: TrainState, tokens: jax.Array, cache: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        model = nnx.merge(plan.graphdef, state.params, state.balancing)
+        logits, cache, _ = model(tokens, cache=cache)
+        drawn = jax.random.categorical(key, logits[:, -1, :vocab_size] / temperature)
+        return drawn.astype(jnp.int32)[:, None], cache
+
+    compiled = jax.jit(advance, donate_argnums=2)
+
+    def sample(state: TrainState, prompt: np.ndarray, count: int, key: jax.Array) -> list[int]:
+        rows, length = prompt.shape
+        model = nnx.merge(plan.graphdef, state.params, state.balancing)
+        cache, tokens, drawn = model.empty_cache(rows, length + count), jnp.asarray(prompt), []
+        for step_key in jax.random.split(key, count):
+            tokens, cache = compiled(state, tokens, cache, step_key)
+            drawn.append(int(tokens[0, 0]))
+        return drawn
+
+    return sample

@@ -1,0 +1,129 @@
+"""The training step: one compiled function from state and batch to state and metrics.
+
+A batch is a dict of `inputs`, `targets`, `segment_ids` (int32) and `weights` (float), each
+`[micro-batches, rows, T]`; see `k3jax.data`. Means are over all tokens of the batch, however they
+are spread over micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from k3jax.layers.balancing import load_ratio
+from k3jax.layers.documents import documents_of
+from k3jax.layers.stats import Stats, Sum, reduce_stats
+from k3jax.model import next_token_loss
+from k3jax.optim import update
+from k3jax.sharding import spec_of, under_mesh
+from k3jax.train.state import TrainState
+
+type Batch = dict[str, jax.Array]
+type Metrics = dict[str, jax.Array]
+type Loss = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, Stats]]
+type Rebalance = Callable[[nnx.State, Stats], nnx.State]
+
+
+def decoder_loss(graphdef: nnx.GraphDef) -> Loss:
+    """The loss of a decoder: `(sum of weighted nll in nats, stats)` of one micro-batch."""
+
+    def loss(params: nnx.State, balancing: nnx.State, batch: Batch) -> tuple[jax.Array, Stats]:
+        model = nnx.merge(graphdef, params, balancing)
+        documents = documents_of(batch["segment_ids"])
+        hidden, _, stats = model.hidden(batch["inputs"], documents=documents)
+        nll, _ = next_token_loss(model, hidden, batch["targets"], batch["weights"])
+        return nll, stats
+
+    return loss
+
+
+def make_step(
+    loss: Loss,
+    rebalance: Rebalance,
+    optimiser: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    token_bytes: np.ndarray,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step function, compiled on first call; it consumes (donates) the state.
+
+    A step whose loss or gradient is not finite changes nothing but the counts. `token_bytes
+    [vocab]` are the bytes each token stands for. Metrics are scalars: `loss` in nats per token,
+    `bits_per_byte`, `grad_norm`, `learning_rate`, `dropped_steps` (so far), and, where there are
+    experts, `expert_load` (largest load over mean load, of the layer in which it is worst).
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        weight = jnp.sum(batch["weights"])
+        share = 1 / jnp.where(weight > 0, weight, 1)
+
+        def micro_batch(grads: nnx.State, part: Batch) -> tuple[nnx.State, Any]:
+            def objective(params: nnx.State) -> tuple[jax.Array, Stats]:
+                nll, stats = loss(params, state.balancing, part)
+                return nll * share, stats
+
+            out, grad = jax.value_and_grad(objective, has_aux=True)(state.params)
+            return jax.tree.map(jnp.add, grads, grad), out
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        grads, (losses, stats) = jax.lax.scan(micro_batch, zeros, batch)
+        mean, stats = jnp.sum(losses), reduce_stats(stats)
+        norm = optax.tree.norm(grads)
+        size = target_bytes(batch, token_bytes)
+        finite = jnp.isfinite(mean) & jnp.isfinite(norm)
+
+        params, opt_state = update(optimiser, grads, state.opt_state, state.params)
+        old = (state.params, state.balancing, state.opt_state)
+        new = jax.tree.leaves((params, rebalance(state.balancing, stats), opt_state))
+        kept = [jnp.where(finite, n, o) for n, o in zip(new, jax.tree.leaves(old), strict=True)]
+        params, balancing, opt_state = jax.tree.unflatten(jax.tree.structure(old), kept)
+        skipped = state.skipped + ~finite
+        metrics = {
+            "loss": mean,
+            "bits_per_byte": mean * weight / math.log(2) / jnp.maximum(size, 1),
+            "grad_norm": norm,
+            "learning_rate": schedule(state.step - state.skipped),
+            "dropped_steps": skipped,
+        } | _expert_load(stats)
+        state = TrainState(params, balancing, opt_state, state.step + 1, skipped, state.rng)
+        return state, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_evaluation(
+    loss: Loss, token_bytes: np.ndarray
+) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
+    """A compiled function from state and `[rows, T]` batch to `(nll in bits, target bytes)`."""
+
+    def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        nll, _ = loss(state.params, state.balancing, batch)
+        return nll / math.log(2), target_bytes(batch, token_bytes)
+
+    return jax.jit(evaluate)
+
+
+def target_bytes(batch: Batch, token_bytes: np.ndarray) -> jax.Array:
+    """How many bytes the weighted targets of `batch` stand for."""
+    table, targets = jnp.asarray(token_bytes, jnp.float32), batch["targets"]
+    out = spec_of(targets) if under_mesh() else None
+    return jnp.sum(table.at[targets].get(out_sharding=out) * batch["weights"])
+
+
+def _expert_load(stats: Stats) -> Metrics:
+    """The worst ratio of largest to mean load `[..., experts]` over all layers with experts."""
+    leaves = jax.tree_util.tree_leaves_with_path(stats, is_leaf=lambda leaf: isinstance(leaf, Sum))
+    loads = [leaf.value for path, leaf in leaves if _name(path[-1]) == "load"]
+    if not loads:
+        return {}
+    return {"expert_load": jnp.max(jnp.stack([load_ratio(load).max() for load in loads]))}
+
+
+def _name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)

@@ -1,0 +1,294 @@
+"""The pipeline: epochs, seeds, mixtures, shards, and a position that is restored exactly."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from k3jax.config import DataConfig
+from k3jax.data import pipeline
+from k3jax.data.pipeline import load_corpus, make_train_iterator, validation_batches
+from k3jax.data.tokens import text_hash, validation_mask
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(folder) -> DataConfig:
+    return DataConfig(
+        sources=(str(folder),), sequence_length=32, batch_size=4, validation_fraction=0.2, seed=3
+    )
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def assert_equal(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys() == {"inputs", "targets", "weights", "segment_ids"}
+        for name in a:
+            assert a[name].dtype == b[name].dtype
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def joined(parts):
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def transitions(batches):
+    """How often each weighted pair of an input and its target occurs."""
+    batch = joined(batches)
+    kept = batch["weights"] == 1
+    pairs = zip(batch["inputs"][kept].tolist(), batch["targets"][kept].tolist(), strict=True)
+    return collections.Counter(pairs)
+
+
+def expected_transitions(folder, validation):
+    """The same of the documents themselves, read and split here."""
+    texts = [path.read_bytes() for path in sorted(folder.rglob("*.txt"))]
+    held = validation_mask(np.array([text_hash(t.decode()) for t in texts], np.uint64), 0.2)
+    chosen = [text for text, out in zip(texts, held, strict=True) if out == validation]
+    assert 0 < len(chosen) < len(texts)
+    return collections.Counter(p for t in chosen for p in itertools.pairwise([256, *t, 256]))
+
+
+def test_batches_keep_the_contract(config, cache):
+    batch = next(make_train_iterator(config, cache))
+    assert {name: (a.dtype, a.shape) for name, a in batch.items()} == {
+        "inputs": (np.int32, (4, 32)),
+        "targets": (np.int32, (4, 32)),
+        "weights": (np.float32, (4, 32)),
+        "segment_ids": (np.int32, (4, 32)),
+    }
+
+
+def test_each_epoch_has_every_transition_once_in_its_own_order(config, cache, folder):
+    config = dataclasses.replace(config, batch_size=1)
+    rows = load_corpus(config, cache).train[0].rows(32)
+    iterator = make_train_iterator(config, cache)
+    epochs = [take(iterator, rows) for _ in range(3)]
+    assert iterator.epoch == pytest.approx(3)
+    want = expected_transitions(folder, validation=False)
+    assert all(transitions(epoch) == want for epoch in epochs)
+
+    rows_of = [[batch["inputs"].tobytes() for batch in epoch] for epoch in epochs]
+    assert all(len(set(a) & set(b)) < rows / 2 for a, b in itertools.pairwise(rows_of))
+    ordered = [sorted(epoch) for epoch in rows_of]
+    assert ordered[0] != ordered[1]  # other rows, not the same ones in another order
+
+
+def test_neighbouring_rows_of_a_document_do_not_share_a_batch(tmp_path, cache):
+    """Rows are shuffled: one long document is not read from end to end."""
+    root = tmp_path / "long"
+    root.mkdir()
+    text = "".join(f"{i:04d}" for i in range(4000))
+    (root / "a.txt").write_text(text)
+    (root / "b.txt").write_text("b")  # has the lower hash: held out
+    config = DataConfig(sources=(str(root),), sequence_length=64, batch_size=1)
+    inside = [b for b in take(make_train_iterator(config, cache), 100) if b["inputs"].max() < 256]
+    places = np.array([text.find(bytes(b["inputs"][0].tolist()).decode()) for b in inside])
+    assert len(places) > 95 and places.min() >= 0
+    assert (np.diff(places) == 64).sum() < 5
+
+
+def test_the_order_depends_on_the_seed_alone(config, cache):
+    def batches(seed):
+        return take(make_train_iterator(dataclasses.replace(config, seed=seed), cache), 6)
+
+    assert_equal(batches(3), batches(3))
+    assert transitions(batches(3)) != transitions(batches(4))
+    assert transitions(batches(3)) != transitions(batches(2**40))
+    small = dataclasses.replace(config, batch_size=2)  # rows come in the same order
+    whole = joined(batches(3))
+    assert_equal([whole], [joined(take(make_train_iterator(small, cache), 12))])
+
+
+def test_resume_is_exact_at_any_point(config, cache):
+    """Over three epochs, whose ends fall inside batches."""
+    config = dataclasses.replace(config, batch_size=5)
+    rows = load_corpus(config, cache).train[0].rows(32)
+    count = 3 * rows // 5 + 2
+    iterator, states, batches = make_train_iterator(config, cache), [], []
+    for _ in range(count):
+        states.append(json.loads(json.dumps(iterator.get_state())))
+        batches.append(next(iterator))
+    for point in np.random.default_rng(0).integers(0, count - 1, 10):
+        restored = make_train_iterator(config, cache)
+        take(restored, point % 3)
+        restored.set_state(states[point])
+        assert restored.get_state() == states[point]
+        assert_equal(take(restored, 3), batches[point : point + 3])
+        assert restored.epoch == pytest.approx(min(point + 3, count) * 5 / rows, rel=0.2)
+
+
+def test_resume_in_a_new_process(config, cache):
+    iterator = make_train_iterator(config, cache)
+    take(iterator, 17)
+    script = (
+        "import pickle, sys\n"
+        "from k3jax.config import DataConfig\n"
+        "from k3jax.data.pipeline import make_train_iterator\n"
+        f"iterator = make_train_iterator({config!r}, {str(cache)!r})\n"
+        f"iterator.set_state({iterator.get_state()!r})\n"
+        "pickle.dump([next(iterator) for _ in range(3)], sys.stdout.buffer)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    assert_equal(pickle.loads(done.stdout), take(iterator, 3))
+
+
+def test_orbax_saves_and_restores_the_iterator(config, cache, tmp_path):
+    iterator = make_train_iterator(config, cache)
+    take(iterator, 5)
+    with ocp.training.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        response = checkpointer.save_checkpointables_async(5, {"data": iterator})
+        after = take(iterator, 3)  # while it is being written
+        response.result()
+        restored = make_train_iterator(config, cache)
+        checkpointer.load_checkpointables(5, {"data": restored})
+    assert_equal(take(restored, 3), after)
+
+
+def test_a_position_in_another_corpus_is_refused(config, cache, folder):
+    state = make_train_iterator(config, cache).get_state()
+    (folder / "more.txt").write_text("one document more")
+    pipeline._load_corpus.cache_clear()
+    with pytest.raises(ValueError, match=r"data position: saved for corpus [0-9a-f]+, this is"):
+        make_train_iterator(config, cache).set_state(state)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_the_rows_of_a_batch(config, cache, processes):
+    shard = dict(process_count=processes)
+    whole = take(make_train_iterator(config, cache), 8)
+    parts = [
+        take(make_train_iterator(config, cache, process_index=i, **shard), 8)
+        for i in range(processes)
+    ]
+    assert_equal(whole, [joined(part) for part in zip(*parts, strict=True)])
+    whole = validation_batches(config, cache, 100)
+    parts = [
+        validation_batches(config, cache, 100, process_index=i, **shard) for i in range(processes)
+    ]
+    assert_equal(whole, [joined(part) for part in zip(*parts, strict=True)])
+
+
+def test_bad_shards(config, cache):
+    with pytest.raises(ValueError, match=r"data\.batch_size = 4: must divide by the 3 processes"):
+        make_train_iterator(config, cache, process_index=0, process_count=3)
+    with pytest.raises(ValueError, match=r"process_index = 2: must be in \[0, 2\)"):
+        make_train_iterator(config, cache, process_index=2, process_count=2)
+
+
+@pytest.fixture
+def letters(tmp_path):
+    """Three sources of 5, 20 and 10 kB, each in a letter of its own."""
+    for letter, size in (("a", 100), ("b", 400), ("c", 200)):
+        (tmp_path / letter).mkdir()
+        for i in range(50):
+            (tmp_path / letter / str(i)).write_text(f"{letter * (size + i)}{i}")
+    return tuple(str(tmp_path / letter) for letter in "abc")
+
+
+def test_sources_are_mixed_by_weight_whatever_their_size(letters, cache):
+    config = DataConfig(sources=letters, weights=(0.5, 0.2, 0.3), sequence_length=16, batch_size=10)
+    batches = take(make_train_iterator(config, cache), 300)  # more than an epoch of each
+    share = [np.isin(joined(batches)["targets"], ord(c)).any(1).mean() for c in "abc"]
+    np.testing.assert_allclose(share, (0.5, 0.2, 0.3), atol=0.01)
+    held = joined(validation_batches(config, cache, 6))
+    share = [np.isin(held["targets"], ord(c)).any(1).mean() for c in "abc"]
+    np.testing.assert_allclose(share, (0.5, 0.2, 0.3), atol=0.05)
+
+
+def test_without_weights_sources_are_mixed_by_their_tokens(letters, cache):
+    config = DataConfig(sources=letters, sequence_length=16, batch_size=1)
+    stream = load_corpus(config, cache).train[0]
+    seen = transitions(take(make_train_iterator(config, cache), stream.rows(16)))
+    assert sum(seen.values()) == len(stream) - len(stream.ends)
+    assert len(stream.ends) > 100 and len(load_corpus(config, cache).train) == 1
+    weighted = dataclasses.replace(config, weights=(1.0, 1.0, 1.0))
+    one = load_corpus(weighted, cache)
+    assert [len(s.ends) for s in one.train] == np.bincount(stream.store).tolist()
+    assert len(one.train_documents) == len(stream)
+    assert load_corpus(weighted, cache).digest == load_corpus(config, cache).digest
+
+
+def test_validation_is_held_out_whole_and_the_same_every_time(config, cache, folder):
+    batches = validation_batches(config, cache, 1000)
+    assert transitions(batches) == expected_transitions(folder, validation=True)
+    assert_equal(batches, validation_batches(config, cache, 1000))
+    assert_equal(batches, validation_batches(dataclasses.replace(config, seed=9), cache, 1000))
+    assert_equal(batches[:2], validation_batches(config, cache, 2))
+    rows = load_corpus(config, cache).validation[0].rows(32)
+    assert len(batches) == -(-rows // 4)
+    padding = joined(batches)["segment_ids"].max(1) == 0
+    assert padding.sum() == -rows % 4 and not padding[:rows].any()
+    source = load_corpus(config, cache)
+    assert not set(source.train[0].hashes.tolist()) & set(source.validation[0].hashes.tolist())
+
+
+def test_copies_of_a_document_stay_on_one_side(folder, tmp_path, cache):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.rglob("*.txt"):
+        (copy / f"other-{path.name}").write_bytes(path.read_bytes())
+    config = DataConfig(sources=(str(folder), str(copy)), validation_fraction=0.3)
+    source = load_corpus(config, cache)
+    train, held = (set(s[0].hashes.tolist()) for s in (source.train, source.validation))
+    assert len(train) + len(held) == 40 and not train & held
+
+
+def test_a_corpus_smaller_than_a_batch_is_repeated(tmp_path, cache):
+    (tmp_path / "tiny.jsonl").write_text('{"text": "ab"}\n{"text": "xyz"}\n')
+    config = DataConfig(sources=(str(tmp_path / "tiny.jsonl"),), sequence_length=16, batch_size=8)
+    batches = take(make_train_iterator(config, cache), 3)
+    assert all((batch["weights"].sum(1) == batch["weights"][0].sum()).all() for batch in batches)
+    assert len(validation_batches(config, cache, 8)) == 1
+
+    (tmp_path / "one.jsonl").write_text('{"text": "ab"}\n{"text": "ab"}\n')
+    config = dataclasses.replace(config, sources=(str(tmp_path / "one.jsonl"),))
+    with pytest.raises(ValueError, match="at least two different ones"):
+        make_train_iterator(config, cache)
+
+
+def test_a_weighted_source_needs_training_documents(folder, tmp_path, cache):
+    low = next(text for text in map(str, itertools.count()) if text_hash(text) < 2**61)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": low}))
+    sources = (str(folder), str(tmp_path / "a.jsonl"))
+    config = DataConfig(sources=sources, weights=(0.5, 0.5), validation_fraction=0.5)
+    with pytest.raises(ValueError, match=r"a\.jsonl': all of its 1 documents are held out"):
+        make_train_iterator(config, cache)
+    make_train_iterator(dataclasses.replace(config, weights=()), cache)
+
+
+def test_the_loss_mask_of_a_jsonl_line_reaches_the_weights(tmp_path, cache):
+    lines = [{"body": f"q{i:02d}a", "loss_mask": [0, 0, 0, 1]} for i in range(30)]
+    lines += [{"body": f"{i}z"} for i in range(10)]
+    lines = [lines[i] for i in np.random.default_rng(0).permutation(len(lines))]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    config = DataConfig(sources=(str(path),), jsonl_field="body", sequence_length=6, batch_size=1)
+    rows = load_corpus(config, cache).train[0].rows(6)
+    seen = transitions(take(make_train_iterator(config, cache), rows))
+    documents = load_corpus(config, cache).train[0]
+    masked = np.diff(documents.ends, prepend=0) == 6
+    assert 0 < masked.sum() < len(masked)
+    assert sum(seen.values()) == 2 * masked.sum() + 3 * (~masked).sum()
+    assert ord("q") not in {target for _, target in seen}
+    assert sum(seen[pair] for pair in seen if pair[1] == 256) == len(masked)
+    assert sum(seen[pair] for pair in seen if pair[1] == ord("a")) == masked.sum()

@@ -1,0 +1,98 @@
+"""The mixture of experts and its balancing on eight devices equal those on one.
+
+Run as a program, this file does the comparison: fake devices must be asked for before jax starts.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.config import MeshConfig, ModelConfig, MoEConfig
+from k3jax.layers.balancing import update_balancing
+from k3jax.layers.documents import documents_of
+from k3jax.layers.latent_moe import LatentMoE
+from k3jax.layers.stats import reduce_stats
+from k3jax.params import BalancingState, partition_specs
+from k3jax.sharding import activation_spec, make_mesh
+
+ROWS, TOKENS, D = 8, 6, 16
+MESHES = [
+    (MeshConfig(data=2, fsdp=2, context=2), "histogram"),
+    (MeshConfig(data=2, expert=2, tensor=2), "quantile"),
+]
+
+
+def moe_step(config, layout=None):
+    """Outputs, gradients and balancing state after one step of two micro-batches."""
+    graphdef, state = nnx.split(LatentMoE(config, rngs=None))
+    rng = np.random.default_rng(0)
+
+    def place(value, spec):
+        return jnp.asarray(value) if layout is None else jax.sharding.reshard(value, spec)
+
+    def draw(shape, spec):
+        return place(jnp.asarray(rng.normal(0, 0.3, shape.shape), shape.dtype), spec)
+
+    state = jax.tree.map(draw, state, partition_specs(state))
+    params, balancing = nnx.split_state(state, nnx.Param, BalancingState)
+    x = rng.normal(size=(2, ROWS, TOKENS, D)).astype(np.float32)
+    ids = rng.integers(0, 2, (2, ROWS, TOKENS)).astype(np.int32)
+
+    def loss(params, x, ids):
+        layer = nnx.merge(graphdef, params, balancing)
+        y, _, stats = layer(x, documents=documents_of(ids))
+        return jnp.sum(jnp.square(y)), (y, stats)
+
+    @jax.jit
+    def step(parts):
+        outs = [jax.grad(loss, argnums=(0, 1), has_aux=True)(params, *part) for part in parts]
+        stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(stats for _, (_, stats) in outs))
+        new = update_balancing(balancing, reduce_stats(stats), config.moe)
+        return [(grads, y) for grads, (y, _) in outs], new
+
+    parts = [
+        (
+            place(jnp.asarray(x[i]), activation_spec(3)),
+            place(jnp.asarray(ids[i]), activation_spec(2)),
+        )
+        for i in range(2)
+    ]
+    return step(parts)
+
+
+def main():
+    for mesh, rule in MESHES:
+        moe = MoEConfig(experts=4, top_k=2, expert_width=8, latent_width=8, balancing=rule, bins=64)
+        config = ModelConfig(d_model=D, moe=moe)
+        one = moe_step(config)
+        with jax.set_mesh(make_mesh(mesh)):
+            eight = moe_step(config, mesh)
+        for want, got in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
+            want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
+            error = np.sqrt(np.mean((got - want) ** 2)) / (np.sqrt(np.mean(want**2)) or 1.0)
+            assert error < 1e-5, (mesh, rule, want.shape, error)
+    print(len(jax.devices()), "devices agree")
+
+
+def test_eight_devices_equal_one():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.multi_device.test_latent_moe_mesh"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "8 devices agree\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`kda` under jax's transformations, `kda_step`, and what memory a gradient takes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.kda import kda, kda_step
+from pallas_kernels.kda.tolerances import TOLERANCES, relative_rms
+from tests.pallas_kernels.kda_suite import QUICK, rng
+
+OPTIONS = {"gate_form": "bounded", "beta_form": "logit"}
+
+
+def inputs(B=2, T=70, H=1, D=8):
+    r = rng("transforms")
+    x = {n: r.normal(size=(B, T, H, D)) for n in ("q", "k", "v", "gate")}
+    x |= {"beta": r.normal(size=(B, T, H)), "initial_state": r.normal(size=(B, 1, H, D, D))}
+    x |= {"a_log": 0.1 * r.normal(size=H), "dt_bias": r.normal(size=(H, D))}
+    return {n: jnp.float32(y) for n, y in x.items()}
+
+
+def loss(x, **options):
+    o, state = kda(**x, **OPTIONS, return_final_state=True, **options)
+    return (o * jnp.cos(o)).sum() + (state**2).sum()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    reference = functools.partial(loss, implementation="recurrent")
+    return quick(jax.value_and_grad(reference))(inputs())
+
+
+def quick(f):
+    return jax.jit(f, compiler_options=QUICK)
+
+
+def agree(actual, expected):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_rms(a, e) < TOLERANCES["float32"]["dq"]
+
+
+def test_jit_and_remat(expected):  # and the compiler's usual options
+    agree(jax.jit(jax.value_and_grad(jax.checkpoint(loss)))(inputs()), expected)
+
+
+def test_vmap(expected):
+    x = inputs()
+    parameters = {n: x.pop(n) for n in ("a_log", "dt_bias")}
+
+    def total(x, parameters):
+        rows = jax.tree.map(lambda y: y[:, None], x)
+        return jax.vmap(lambda row: loss(row | parameters))(rows).sum()
+
+    value, (dx, dparameters) = quick(jax.value_and_grad(total, argnums=(0, 1)))(x, parameters)
+    agree((value, dx | dparameters), expected)
+
+
+def test_inside_a_scan():
+    x = inputs()
+    state = x.pop("initial_state")
+
+    def layers(state):
+        def layer(state, _):
+            return kda(**x, initial_state=state, return_final_state=True, **OPTIONS)[::-1]
+
+        return (jax.lax.scan(layer, state, length=2)[0] ** 2).sum()
+
+    def twice(state):
+        for _ in range(2):
+            _, state = kda(
+                **x,
+                initial_state=state,
+                return_final_state=True,
+                implementation="recurrent",
+                **OPTIONS,
+            )
+        return (state**2).sum()
+
+    agree(quick(jax.grad(layers))(state), quick(jax.grad(twice))(state))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(expected, check_vma):
+    x = inputs()
+    mesh = jax.make_mesh((1,), ("data",))
+    specs = {n: P() if n in ("a_log", "dt_bias") else P("data") for n in x}
+    with jax.set_mesh(mesh):
+        x = {n: jax.reshard(y, specs[n]) for n, y in x.items()}
+
+        def total(x):
+            local = jax.shard_map(
+                lambda x: jax.lax.psum(loss(x), "data"),
+                in_specs=(specs,),
+                out_specs=P(),
+                check_vma=check_vma,
+            )
+            return local(x)
+
+        agree(quick(jax.value_and_grad(total))(x), expected)
+
+
+def test_float64_stays_float64_and_narrow_types_come_back():
+    def dtypes(dtype, state):
+        x = {n: jax.ShapeDtypeStruct(y.shape, dtype) for n, y in inputs().items()}
+        x |= {"initial_state": jax.ShapeDtypeStruct((2, 1, 1, 8, 8), state)}
+        call = functools.partial(kda, return_final_state=True, **OPTIONS)
+        return [y.dtype for y in jax.eval_shape(lambda x: call(**x), x)]
+
+    assert dtypes(jnp.bfloat16, jnp.float32) == [jnp.bfloat16, jnp.float32]
+    with jax.enable_x64(True):
+        assert dtypes(jnp.float64, jnp.float64) == [jnp.float64, jnp.float64]
+
+
+def test_steps_are_the_row_token_by_token_in_a_donated_state():
+    x = inputs(T=5)
+    x |= {"v": jnp.concatenate([x["v"], -x["v"]], axis=2)}  # two value heads to one key head
+    for n in ("gate", "beta", "a_log", "dt_bias", "initial_state"):
+        axis = {"a_log": 0, "dt_bias": 0}.get(n, 2)
+        x[n] = jnp.repeat(x[n], 2, axis=axis)
+    o, final = kda(**x, **OPTIONS, return_final_state=True, implementation="recurrent")
+    state = x.pop("initial_state")[:, 0]
+    parameters = {n: x.pop(n) for n in ("a_log", "dt_bias")}
+    step = jax.jit(functools.partial(kda_step, **OPTIONS), donate_argnames="state")
+    for t in range(5):
+        token = {n: y[:, t] for n, y in x.items()}
+        old = state
+        out, state = step(**token, **parameters, state=state)
+        assert old.is_deleted()
+        assert relative_rms(out, o[:, t]) < 1e-6
+    assert relative_rms(state, final[:, 0]) < 1e-6
+
+
+def temporary_mib(T, H, D, packed):
+    tokens = {n: jax.ShapeDtypeStruct((1, T, H, D), jnp.float32) for n in ("q", "k", "v", "gate")}
+    tokens |= {"beta": jax.ShapeDtypeStruct((1, T, H), jnp.float32)}
+    tokens |= {"a_log": jax.ShapeDtypeStruct((H,), jnp.float32)}
+    states = {"max_documents": 8, "return_final_state": True} if packed else {}
+
+    def both(x, ids, do):
+        def o(x):
+            return kda(**x, segment_ids=ids if packed else None, **OPTIONS, **states)[0]
+
+        out, pull = jax.vjp(o, x)
+        return out, pull(do)
+
+    ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    compiled = quick(both).lower(tokens, ids, tokens["v"]).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+
+
+def test_a_gradient_of_16384_tokens_takes_less_than_a_gibibyte():
+    assert temporary_mib(16384, 4, 128, packed=False) < 512
+
+
+@pytest.mark.full
+def test_memory_is_linear_in_the_length():
+    lengths = (4096, 16384, 65536)
+    for packed in (False, True):
+        table = [temporary_mib(T, 4, 128, packed) for T in lengths]
+        for T, mib in zip(lengths, table, strict=True):
+            print(f"T={T} H=4 D=128 float32 packed={packed}: {mib:.0f} MiB above arguments")
+        assert table[1] < 1024
+        slopes = np.diff(table) / np.diff(lengths)
+        assert slopes[1] < 1.25 * slopes[0]

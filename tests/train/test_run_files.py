@@ -1,0 +1,83 @@
+"""The files of a run: records without repeats, a directory that belongs to one run, signals."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+
+from k3jax.config import DataConfig, ExperimentConfig, ModelConfig, TrainConfig
+from k3jax.flags import from_json
+from k3jax.train.metrics import MetricsLog, read_metrics
+from k3jax.train.report import plot
+from k3jax.train.signals import StopSignal
+from k3jax.train.workdir import claim
+
+CONFIG = ExperimentConfig()
+
+
+def test_a_resumed_run_records_no_step_twice(tmp_path):
+    with MetricsLog(tmp_path, 0, tensorboard=False) as log:
+        for step in range(1, 8):
+            log.write(step, {"loss": 1.0 / step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')  # killed while writing
+    with MetricsLog(tmp_path, 5, tensorboard=False) as log:
+        log.write(6, {"loss": float("nan")})
+        assert len(read_metrics(tmp_path)) == 6  # at once on disk
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1]["loss"] is None and records[1]["loss"] == 0.5
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_tensorboard_gets_the_same_figures(tmp_path):
+    with MetricsLog(tmp_path, 0, tensorboard=True) as log:
+        log.write(1, {"loss": 2.0})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in events.read_bytes()
+
+
+def test_the_plot_needs_no_particular_record(tmp_path):
+    with MetricsLog(tmp_path, 0, tensorboard=False) as log:
+        log.write(1, {"tokens": 10, "bits_per_byte": float("nan")})
+        log.write(2, {"tokens": 20, "bits_per_byte": 3.0})
+        log.write(2, {"tokens": 20, "validation_bits_per_byte": 3.5})
+    assert plot(tmp_path, baseline=2.5).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_directory_belongs_to_one_run(tmp_path):
+    claim(tmp_path / "runs" / "a", CONFIG)
+    path = tmp_path / "runs" / "a" / "config.json"
+    assert from_json(ExperimentConfig, path.read_text()) == CONFIG
+    longer = dataclasses.replace(CONFIG, train=TrainConfig(steps=999))
+    claim(path.parent, longer)
+    assert from_json(ExperimentConfig, path.read_text()) == longer
+    for other, words in [
+        (dataclasses.replace(CONFIG, name="mini"), "name: 'nano', now 'mini'"),
+        (dataclasses.replace(CONFIG, model=ModelConfig(layers=5)), "model.layers: 4, now 5"),
+        (dataclasses.replace(CONFIG, data=DataConfig(seed=1)), "data.seed: 0, now 1"),
+    ]:
+        with pytest.raises(ValueError, match="holds another run") as error:
+            claim(path.parent, other)
+        assert words in str(error.value) and "\n" not in str(error.value)
+        assert from_json(ExperimentConfig, path.read_text()) == longer
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: .*not JSON"):
+        claim(path.parent, CONFIG)
+
+
+def test_signals_are_noted_and_handlers_restored():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        assert stop.received is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))

@@ -1,0 +1,245 @@
+"""`python -m experiments.train` whole: run, killed, resumed, refused."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from absl import flags
+
+from configs import CONFIGS
+from experiments import train as program
+from k3jax.data import pipeline
+from k3jax.flags import define, override
+from k3jax.sharding import make_mesh
+from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.loop import decoder_blueprint
+from k3jax.train.metrics import read_metrics
+from tests.train.stub import same_bits
+
+STEPS = 24
+SETTINGS = [
+    "model.d_model=16",
+    "model.layers=1",
+    "model.kda_to_full=1:0",
+    "model.kda.heads=2",
+    "model.kda.key_dim=8",
+    "model.kda.value_dim=8",
+    "model.moe.experts=4",
+    "model.moe.first_k_dense=0",
+    "data.sequence_length=32",
+    "data.batch_size=4",
+    f"train.steps={STEPS}",
+    "train.micro_batches=2",
+    "train.log_every=1",
+    "train.eval_every=8",
+    "train.eval_batches=2",
+    "train.checkpoint_every=3",
+    "train.sample_tokens=8",
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a small corpus; caches go there too."""
+    folder = tmp_path_factory.mktemp("home")
+    words = random.Random(0)
+    (folder / "text").mkdir()
+    for i in range(200):
+        lines = (f"{words.choice('abcdef')}{words.randrange(30)} = {i};" for _ in range(20))
+        (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def arguments(home, workdir, *more):
+    settings = [*SETTINGS, f"data.sources={home / 'text'}", *more]
+    options = ["--config=nano", f"--workdir={workdir}", f"--cache_dir={home / 'cache'}"]
+    return options + [f"--set={setting}" for setting in settings]
+
+
+def start(home, workdir, *more):
+    command = [sys.executable, "-m", "experiments.train", *arguments(home, workdir, *more)]
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # half the time to compile
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=quick, **pipes)
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def wait_for_step(process, workdir, step):
+    """Until `step` is on record, or the program has ended."""
+    while process.poll() is None and not any(r["step"] >= step for r in read_metrics(workdir)):
+        time.sleep(0.02)
+
+
+def final_state(home, workdir):
+    settings = [*SETTINGS, f"data.sources={home / 'text'}"]
+    config = override(CONFIGS["nano"](), settings)
+
+    class NoData:
+        async def load(self, directory):
+            async def nothing():
+                pass
+
+            return nothing()
+
+        async def save(self, directory): ...
+
+    with (
+        jax.set_mesh(make_mesh()),
+        Checkpoints(Path(workdir) / "checkpoints", config) as checkpoints,
+    ):
+        assert checkpoints.steps()[-1] == STEPS
+        return checkpoints.restore(decoder_blueprint(config).abstract(), NoData())
+
+
+@pytest.fixture(scope="module")
+def whole(home):
+    """A run that nothing interrupts: its directory and final state."""
+    extras = ["train.tensorboard=true", "train.profile_start=10", "train.profile_steps=2"]
+    code, output = finish(start(home, home / "whole", *extras))
+    assert code == 0, output
+    return home / "whole", final_state(home, home / "whole"), output
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    workdir, state, output = whole
+    records = read_metrics(workdir)
+    losses = [r["loss"] for r in records if "loss" in r]
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, STEPS + 1))
+    assert losses[-1] < losses[0] and int(state.step) == STEPS and int(state.skipped) == 0
+    assert [r["step"] for r in records if "validation_bits_per_byte" in r] == [8, 16, 24]
+    names = "loss bits_per_byte grad_norm learning_rate expert_load dropped_steps tokens"
+    names += " tokens_per_second model_flops_per_second"
+    assert set(names.split()) <= set(records[-2])
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "▌" in (workdir / "sample.txt").read_text()
+    assert "two-byte contexts: " in output and "Traceback" not in output
+    names = {path.name for path in workdir.iterdir() if path.is_file()}
+    assert names == {"config.json", "loss.png", "metrics.jsonl", "sample.txt"}
+    assert list(workdir.glob("tensorboard/*tfevents*"))
+    assert list(workdir.glob("profile/**/*.xplane.pb"))
+
+
+def interrupted(home, workdir, kills, seed):
+    """Run in `workdir`, killed `kills` times at random moments, to the end; checks its records."""
+    moments = random.Random(seed)
+    for kill in range(kills):
+        process = start(home, workdir)
+        done = max((r["step"] for r in read_metrics(workdir)), default=0)
+        target = done + moments.randint(1, max(1, 2 * (STEPS - done) // (kills - kill + 1)))
+        wait_for_step(process, workdir, min(target, STEPS - 1))
+        time.sleep(moments.uniform(0, 0.2))
+        process.kill()
+        process.communicate()
+    code, output = finish(start(home, workdir))
+    assert code == 0, output
+    steps = [r["step"] for r in read_metrics(workdir) if "loss" in r]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def losses(workdir):
+    timed = ("tokens_per_second", "model_flops_per_second")
+    return [{k: v for k, v in r.items() if k not in timed} for r in read_metrics(workdir)]
+
+
+def test_three_kills_change_nothing(home, whole):
+    workdir = home / "three"
+    interrupted(home, workdir, kills=3, seed=1)
+    assert same_bits(final_state(home, workdir), whole[1])
+    assert losses(workdir) == losses(whole[0])
+
+
+@pytest.mark.full
+def test_twenty_kills_change_nothing(home, whole):
+    workdir = home / "twenty"
+    interrupted(home, workdir, kills=20, seed=2)
+    assert same_bits(final_state(home, workdir), whole[1])
+    assert losses(workdir) == losses(whole[0])
+
+
+def test_sigterm_saves_before_leaving(home, whole):
+    workdir = home / "terminated"
+    process = start(home, workdir)
+    wait_for_step(process, workdir, 5)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    (step,) = [int(line.split()[-3]) for line in output.splitlines() if "is saved" in line]
+    assert 5 <= step < STEPS and (workdir / "checkpoints" / str(step)).is_dir()
+    assert read_metrics(workdir)[-1]["step"] == step
+    code, output = finish(start(home, workdir))
+    assert code == 0 and f"from step {step} of {STEPS}" in output
+    assert same_bits(final_state(home, workdir), whole[1])
+
+
+@pytest.fixture
+def call(home, capsys):
+    """The program within this process: its exit code, and what it wrote to either stream."""
+    if "config" not in flags.FLAGS:
+        define(CONFIGS)
+
+    def run(*options):
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS["set"].value = []
+        flags.FLAGS(["train", *options])
+        code = program.main([])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.d_modell=3", "did you mean model.d_model"),
+        ("train.steps=many", "must be an integer"),
+        ("model.kda_to_full=9:1", "needs at least 10 layers"),
+        ("model.moe.top_k=9", "must be at most moe.experts = 4"),
+        ("model.vocab_size=256", "must be at least 257"),
+        ("data.sources=/nowhere", "/nowhere"),
+        ("mesh.data=64", "needs 64 devices"),
+    ],
+)
+def test_bad_input_is_one_line(home, call, tmp_path, setting, words):
+    code, _, err = call(*arguments(home, tmp_path / "new", setting))
+    assert code == 2 and err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+def test_other_runs_directories_are_refused(home, whole, call):
+    workdir, state, _ = whole
+    code, _, err = call(*arguments(home, workdir, "model.d_model=8"))
+    assert code == 2 and "holds another run; model.d_model: 16, now 8" in err
+    code, _, err = call(*arguments(home, workdir, "optimiser.kind=adamw"))
+    assert code == 2 and "another configuration" in err and "opt_state/" in err
+    assert err.count("\n") == 1
+    code, _, err = call(*arguments(home, workdir, "train.steps=9", "train.sample_tokens=0"))
+    assert code == 2 and "train.steps = 9: " in err and f"is at step {STEPS}" in err
+    assert same_bits(final_state(home, workdir), state)
+
+
+def test_another_corpus_is_refused(home, whole, call):
+    more = home / "text" / "more.txt"
+    more.write_text("new text\n" * 100)
+    pipeline._load_corpus.cache_clear()
+    code, _, err = call(*arguments(home, whole[0]))
+    more.unlink()
+    pipeline._load_corpus.cache_clear()
+    assert code == 2 and "data position" in err and err.count("\n") == 1
+    assert same_bits(final_state(home, whole[0]), whole[1])
+
+
+def test_dry_run(home, call, tmp_path):
+    code, out, _ = call(*arguments(home, tmp_path / "new"), "--dry_run")
+    assert code == 0 and not (tmp_path / "new").exists()
+    (table,) = [line for line in out.splitlines() if line.startswith("embedding")]
+    assert "257 x 16" in table and "adamw" in table and "16,448" in table
+    assert "FLOPs per token" in out and "parameters: " in out and '"d_model": 16' in out
