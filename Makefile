@@ -23,10 +23,10 @@ lint: $(READY)
 	.venv/bin/mypy
 
 test: lint
-	$(RUN) -m pytest -n 2 -m "not full"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not full"
 
 test-full: $(READY)
-	$(RUN) -m pytest -n 2 -m full
+	$(RUN) -m pytest -n 2 --dist loadfile -m full
 
 clean:
 	rm -rf .venv build runs *.egg-info

@@ -34,7 +34,7 @@ def nano() -> ExperimentConfig:
         model=model,
         data=DataConfig(sequence_length=256, batch_size=16),
         optimiser=OptimiserConfig("muon", learning_rate=4e-3),
-        train=TrainConfig(steps=300, eval_every=100, checkpoint_every=100),
+        train=TrainConfig(steps=200, eval_every=100, checkpoint_every=100),
     )
 
 

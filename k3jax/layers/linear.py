@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +44,53 @@ def gain(width: int, hf_name: str, axis: str | None = None) -> ParamSpec:
 def project(x: jax.Array, kernel: nnx.Variable, dtype: jnp.dtype | None = None) -> jax.Array:
     """`x [..., in] @ kernel [in, out]` in `dtype`, by default that of `x`.
 
-    In float32 and above the product runs at full precision. Where both sides are split along the
-    contraction (a row-parallel projection), the result is summed over those devices.
+    In float32 and above the product runs at full precision; bfloat16 accumulates in float32. Where
+    both sides are split along the contraction (a row-parallel projection), the result is summed
+    over those devices.
     """
     dtype = x.dtype if dtype is None else dtype
-    x, w = x.astype(dtype), weight(kernel, dtype)
-    out = PartitionSpec(*spec_of(x)[:-1], spec_of(w)[-1]) if under_mesh() else None
-    precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    return jnp.matmul(x, w, precision=precision, out_sharding=out)
+    return matmul(x.astype(dtype), weight(kernel, dtype))
+
+
+@jax.custom_vjp
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x [..., in] @ w [in, out]` in their dtype.
+
+    The gradient is that of `jnp.matmul`, with the weight's written as one contraction over all
+    tokens: what differentiation makes of it, a product and a transpose, is 3 to 10 times slower on
+    a CPU.
+    """
+    return _contract("...i,io->...o", x, w, (*spec_of(x)[:-1], spec_of(w)[-1]))
+
+
+def _matmul_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return matmul(x, w), (x, w)
+
+
+def _matmul_backward(
+    saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    tokens = "abcdefgh"[: x.ndim - 1]
+    dx = _contract("...o,io->...i", dy, w, spec_of(x))
+    return dx, _contract(f"{tokens}i,{tokens}o->io", x, dy, spec_of(w))
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _contract(sum_of: str, a: jax.Array, b: jax.Array, spec: Iterable[Any]) -> jax.Array:
+    """An einsum laid out as `spec` where there is a mesh, accumulated in at least float32."""
+    out = PartitionSpec(*spec) if under_mesh() else None
+    y = jnp.einsum(
+        sum_of,
+        a,
+        b,
+        precision=jax.lax.Precision.HIGHEST if a.dtype == island(a.dtype) else None,
+        preferred_element_type=island(a.dtype),
+        out_sharding=out,
+    )
+    return y.astype(a.dtype)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:

@@ -21,7 +21,7 @@ from k3jax.sharding import activation_spec, under_mesh
 from k3jax.train.state import Blueprint, TrainState, blueprint
 from k3jax.train.step import make_step
 
-VOCAB, WIDTH, EXPERTS, STEPS = 11, 8, 4, 12
+VOCAB, WIDTH, EXPERTS, STEPS = 12, 8, 4, 12
 
 
 class Stub(nnx.Module):
