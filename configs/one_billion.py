@@ -6,62 +6,43 @@ is one of architectures.
 
 import dataclasses
 
+from configs.kimi import kimi_k3, kimi_linear
 from k3jax.config import (
     DataConfig,
     ExperimentConfig,
-    FeedForwardConfig,
-    KDAConfig,
-    MLAConfig,
     ModelConfig,
-    MoEConfig,
     OptimiserConfig,
     ResidualConfig,
+    Schedule,
     TrainConfig,
 )
+
+_SHAPE = {"vocab_size": 128_256, "d_model": 1024, "layers": 16}
+_DENSE_WIDTH = 4096
+
+
+def _experiment(name: str, model: ModelConfig, schedule: Schedule) -> ExperimentConfig:
+    return ExperimentConfig(
+        name=name,
+        model=model,
+        data=DataConfig(sequence_length=4096, batch_size=64, tokenizer="tokenizer.json"),
+        optimiser=OptimiserConfig("muon", learning_rate=2e-3, schedule=schedule),
+        train=TrainConfig(steps=20_000, micro_batches=16, checkpoint_every=500),
+    )
 
 
 def kimi_linear_1b() -> ExperimentConfig:
     """Kimi Linear's parts at width 1024: softplus gate, low-rank output gate, plain residual."""
-    model = ModelConfig(
-        vocab_size=128_256,
-        d_model=1024,
-        layers=16,
-        kda_to_full="3:1",
-        kda=KDAConfig(
-            heads=16,
-            key_dim=128,
-            value_dim=128,
-            decay_rank=128,
-            gate_form="softplus",
-            output_gate_rank=128,
-        ),
-        mla=MLAConfig(
-            heads=16,
-            kv_lora_rank=512,
-            qk_nope_dim=128,
-            qk_rope_dim=64,
-            value_dim=128,
-            output_gate=False,
-        ),
-        residual=ResidualConfig("plain"),
-        ffn=FeedForwardConfig("swiglu", dense_width=4096),
-        moe=MoEConfig(
-            experts=32,
-            top_k=8,
-            expert_width=512,
-            shared_experts=1,
-            scaling=2.446,
-            balancing="sign",
-        ),
-        remat="full",
+    base = kimi_linear().model
+    model = dataclasses.replace(
+        base,
+        **_SHAPE,
+        kda=dataclasses.replace(base.kda, heads=16),
+        mla=dataclasses.replace(base.mla, heads=16),
+        ffn=dataclasses.replace(base.ffn, dense_width=_DENSE_WIDTH),
+        moe=dataclasses.replace(base.moe, experts=32, expert_width=512),
     )
-    return ExperimentConfig(
-        name="kimi_linear_1b",
-        model=model,
-        data=DataConfig(sequence_length=4096, batch_size=64, tokenizer="tokenizer.json"),
-        optimiser=OptimiserConfig("muon", learning_rate=2e-3, schedule="wsd"),
-        train=TrainConfig(steps=20_000, micro_batches=16, checkpoint_every=500),
-    )
+    return _experiment("kimi_linear_1b", model, "wsd")
 
 
 def k3_1b() -> ExperimentConfig:
@@ -70,21 +51,16 @@ def k3_1b() -> ExperimentConfig:
     Experts of half the width cost half, so there are twice as many and more of them are active
     (LatentMoE's trade); what full-rank gates and latent projections add is taken from their width.
     """
-    base = kimi_linear_1b()
+    base = kimi_k3().model
     model = dataclasses.replace(
-        base.model,
-        kda=KDAConfig(heads=16, key_dim=128, value_dim=128, decay_rank=128),
-        mla=MLAConfig(
-            heads=16,
-            q_lora_rank=256,
-            kv_lora_rank=512,
-            qk_nope_dim=128,
-            qk_rope_dim=64,
-            value_dim=128,
-        ),
+        base,
+        **_SHAPE,
+        kda=dataclasses.replace(base.kda, heads=16),
+        mla=dataclasses.replace(base.mla, heads=16, q_lora_rank=256),
         residual=ResidualConfig("attn_res_block", block_size=2),
-        ffn=FeedForwardConfig("situ", dense_width=4096),
-        moe=MoEConfig(experts=64, top_k=14, expert_width=480, shared_experts=1, latent_width=512),
+        ffn=dataclasses.replace(base.ffn, dense_width=_DENSE_WIDTH),
+        moe=dataclasses.replace(
+            base.moe, experts=64, top_k=14, expert_width=480, shared_experts=1, latent_width=512
+        ),
     )
-    optimiser = dataclasses.replace(base.optimiser, schedule="cosine")
-    return dataclasses.replace(base, name="k3_1b", model=model, optimiser=optimiser)
+    return _experiment("k3_1b", model, "cosine")

@@ -30,7 +30,7 @@ def run() -> int:
     if flags.FLAGS.dry_run:
         print(describe(config))
         return 0
-    if flags.FLAGS.workdir is None:
+    if not flags.FLAGS.workdir:
         raise ValueError("--workdir: missing, must name the directory of the run")
     cache = Path(CACHE.value).expanduser()
     if jax.config.jax_compilation_cache_dir is None:
@@ -38,19 +38,22 @@ def run() -> int:
     outcome = train(config, Path(flags.FLAGS.workdir), cache / "corpora")
     if outcome.stopped_by is None:
         return 0
-    print(f"stopped by signal {outcome.stopped_by}: step {outcome.step} is saved")
+    place = f"step {outcome.step} is saved" if outcome.step else "before the first step"
+    print(f"stopped by signal {outcome.stopped_by}: {place}")
     return 128 + outcome.stopped_by
 
 
-def main(_: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     verbose = flags.FLAGS["verbosity"].present
     if not verbose:  # libraries log at length the errors that are one line here
         logging.set_verbosity(logging.FATAL)
         logging.get_absl_handler().setFormatter(python_logging.Formatter("%(message)s"))
     python_logging.getLogger("k3jax").setLevel(python_logging.INFO)
     try:
+        if stray := arguments[1:]:
+            raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
         return run()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         if verbose:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -58,5 +61,6 @@ def main(_: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a sample may be any text, a terminal may be ASCII
     define(CONFIGS)
     app.run(main)

@@ -153,14 +153,15 @@ class FeedForwardConfig:
 
     activation: Activation = "situ"
     situ_beta: float = 4.0
-    situ_linear_beta: float = 25.0
+    situ_linear_beta: float = 25.0  # 0: the up branch is linear
     dense_width: int = 512  # of the dense layers
 
     def __post_init__(self) -> None:
         _choices(self, "ffn", activation=Activation)
         _positive(self, "ffn", "dense_width")
-        for name in ("situ_beta", "situ_linear_beta"):
-            _require(getattr(self, name) > 0, f"ffn.{name}", getattr(self, name), "must be > 0")
+        _require(self.situ_beta > 0, "ffn.situ_beta", self.situ_beta, "must be > 0")
+        beta = self.situ_linear_beta
+        _require(beta >= 0, "ffn.situ_linear_beta", beta, "must be 0 (linear) or positive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +249,8 @@ class ModelConfig:
             remat=Remat,
         )
         _positive(self, "model", "vocab_size", "d_model", "layers")
+        _require(self.norm_eps > 0, "model.norm_eps", self.norm_eps, "must be > 0")
+        _require(self.init_std >= 0, "model.init_std", self.init_std, "must not be negative")
         if self.mixers:
             _require(
                 len(self.mixers) == self.layers,
@@ -361,6 +364,7 @@ class OptimiserConfig:
         for name in ("weight_decay", "clip_norm"):
             value = getattr(self, name)
             _require(value >= 0, f"optimiser.{name}", value, "must not be negative")
+        _require(self.eps > 0, "optimiser.eps", self.eps, "must be > 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,6 +399,8 @@ class TrainConfig:
         for name in ("eval_every", "keep_every", "sample_tokens", "profile_start", "profile_steps"):
             value = getattr(self, name)
             _require(value >= 0, f"train.{name}", value, "must not be negative")
+        _require(self.steps < 2**31, "train.steps", self.steps, "must be below 2^31")
+        _require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be in [0, 2^32)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,4 +432,19 @@ class ExperimentConfig:
         rows, parts = self.data.batch_size, self.train.micro_batches
         _require(
             rows % parts == 0, "train.micro_batches", parts, f"must divide data.batch_size = {rows}"
+        )
+        shards = self.mesh.data * self.mesh.fsdp * self.mesh.expert
+        _require(
+            rows // parts % shards == 0,
+            "data.batch_size",
+            rows,
+            f"the {rows // parts} rows of a micro-batch must divide by the {shards} of "
+            "mesh.data x mesh.fsdp x mesh.expert",
+        )
+        length, context = self.data.sequence_length, self.mesh.context
+        _require(
+            length % context == 0,
+            "data.sequence_length",
+            length,
+            f"must divide by mesh.context = {context}",
         )

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -70,10 +71,14 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def differences(old: Any, new: Any) -> list[str]:
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     """`path: old, now new` for every setting in which two configurations of one class differ."""
-    now = dict(leaves(new))
-    return [f"{path}: {was!r}, now {now[path]!r}" for path, was in leaves(old) if was != now[path]]
+    now = dict(leaves(new, prefix))
+    return [
+        f"{path}: {was!r}, now {now[path]!r}"
+        for path, was in leaves(old, prefix)
+        if was != now[path]
+    ]
 
 
 def to_json(config: Any) -> str:
@@ -128,7 +133,11 @@ def _hint(name: str, known: list[str]) -> str:
     """What was probably meant, by the whole name or by its last part."""
     by_end = [path for path in known if path.rpartition(".")[2] == name.rpartition(".")[2]]
     close = by_end or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"unknown, did you mean {' or '.join(close)}?" if close else f"unknown, not in {known}"
+    if close:
+        return f"unknown, did you mean {' or '.join(close)}?"
+    if len(known) > 20:
+        return f"unknown, none of the {len(known)} settings that --dry_run shows"
+    return f"unknown, must be one of {', '.join(known)}"
 
 
 def _replace(config: Any, changes: dict[str, Any]) -> Any:
@@ -172,9 +181,10 @@ def _parse(path: str, annotation: Any, text: str) -> Any:
         return text.lower() in TRUE
     if annotation in (int, float):
         try:
-            return annotation(text)
+            value = annotation(text)
         except ValueError:
             raise _wrong(path, annotation, text) from None
+        return _checked(path, annotation, value)
     return _checked(path, annotation, text)
 
 
@@ -199,7 +209,8 @@ def _matches(annotation: Any, value: Any) -> bool:
             and all(map(_matches, entries, value))
         )
     if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
@@ -224,5 +235,5 @@ def _describe(annotation: Any) -> str:
         if entries[-1:] == (Ellipsis,):
             return f"a comma-separated list, each {_describe(entries[0])}"
         return f"{len(entries)} comma-separated values ({', '.join(map(_describe, entries))})"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    names = {int: "an integer", float: "a finite number", bool: "true or false", str: "text"}
     return "none" if annotation is type(None) else names.get(annotation, str(annotation))

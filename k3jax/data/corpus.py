@@ -19,13 +19,13 @@ import codecs
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Set
 from pathlib import Path
 
 import numpy as np
-from absl import logging
 
 ALLOWED = (
     "must be python:stdlib, python:site-packages, a text file, a folder of text files or a "
@@ -34,6 +34,8 @@ ALLOWED = (
 LOSS_MASK = "loss_mask"  # the field of a .jsonl line
 PIECES = 256  # documents that a single text file is cut into,
 SHORTEST_PIECE = 512  # or fewer, of this many bytes
+
+log = logging.getLogger("k3jax")
 
 _NOT_SOURCE = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
@@ -72,7 +74,7 @@ class Source:
                     content = hashlib.file_digest(file, "sha256").digest()
             except OSError as error:
                 raise self._unreadable(path, error) from error
-            total.update(path.relative_to(self.root).as_posix().encode() + b"\0" + content)
+            total.update(os.fsencode(path.relative_to(self.root)) + b"\0" + content)
         return total.hexdigest()
 
     def documents(self, jsonl_field: str = "text") -> Iterator[Document]:
@@ -93,7 +95,7 @@ class Source:
             except OSError as error:
                 raise self._unreadable(path, error) from error
         if skipped:
-            logging.info(
+            log.warning(
                 "%s: %d of %d files are not UTF-8 text and are left out, first %s",
                 self.name,
                 len(skipped),
@@ -133,10 +135,14 @@ def _python(name: str, key: str) -> Source:
 
 def _walk(root: Path, without: Set[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
     """Regular files under `root`, in order, without hidden ones."""
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = sorted(n for n in folders if n not in without and not n.startswith("."))
         paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
         yield from (path for path in paths if path.name.endswith(suffix) and path.is_file())
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"data.sources: cannot read {error.filename}: {error.strerror}") from error
 
 
 def _text(raw: bytes) -> str:
@@ -179,10 +185,10 @@ def _lines(path: Path, field: str) -> Iterator[Document]:
             origin = f"{path}, line {number}"
             try:
                 line = json.loads(raw)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{origin}: is not JSON: {error}") from error
             if not isinstance(line, dict) or not isinstance(line.get(field), str):
-                has = ", ".join(map(str, line)) if isinstance(line, dict) else type(line).__name__
+                has = [*line][:8] if isinstance(line, dict) else type(line).__name__
                 raise ValueError(
                     f"data.jsonl_field = {field!r}: no such text in {origin}, which has {has}"
                 )

@@ -106,8 +106,11 @@ class HuggingFaceTokenizer:
             content = path.read_bytes()
             spec = json.loads(content)
             self._tokenizer = library.Tokenizer.from_str(content.decode())
+            if not self._tokenizer.get_vocab_size():
+                raise ValueError("no tokens in it")
         except Exception as error:  # the package raises bare exceptions
             raise ValueError(f"data.tokenizer = '{path}': cannot be read: {error}") from error
+        self._path = path
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -130,7 +133,12 @@ class HuggingFaceTokenizer:
         self.fingerprint = f"tokenizers-{hashlib.sha256(content).hexdigest()}"
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:
+            raise ValueError(
+                f"data.tokenizer = '{self._path}': cannot encode {text[:20]!r}...: {error}"
+            ) from error
         return np.array(ids, self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -147,8 +155,10 @@ class TiktokenTokenizer:
         try:
             fields = (line.split() for line in content.splitlines() if line.strip())
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
-            if not ranks:
-                raise ValueError("no tokens in it")
+            if absent := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
+                raise ValueError(f"{absent} of the 256 single bytes are no token of it")
+            if len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
+                raise ValueError("a rank is negative or comes twice")
         except (ValueError, binascii.Error) as error:
             raise ValueError(
                 f"data.tokenizer = '{path}': must have a token in base64 and its rank on each "
@@ -170,7 +180,7 @@ class TiktokenTokenizer:
         return np.array(self._encoding.encode_ordinary(text), self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
-        kept = [i for i in map(int, ids) if i < self.bos_id]
+        kept = [i for i in map(int, ids) if i < self.bos_id and self.token_bytes[i]]
         return self._encoding.decode(kept, errors="replace")
 
 
@@ -186,7 +196,12 @@ def _library(package: str, path: Path) -> ModuleType:
 def _frame(path: Path, ids: dict[str, int], unused: int) -> tuple[int, int]:
     """(bos, eos) as the `tokenizer_config.json` beside `path` names them, else `unused`."""
     beside = path.with_name("tokenizer_config.json")
-    config: dict[str, Any] = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
+    config: dict[str, Any] = {}
+    if beside.is_file():
+        try:
+            config = dict(json.loads(beside.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{beside}: is not a JSON object: {error}") from error
     found = []
     for key in ("bos_token", "eos_token"):
         token = config.get(key)

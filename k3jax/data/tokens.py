@@ -7,7 +7,7 @@ and of the tokenizer, and holds
     ignored.bin   only where a document has a loss mask: a byte per token, 1 where it is not learned
     offsets.npy   [documents + 1] int64: document i is tokens[offsets[i]:offsets[i + 1]]
     hashes.npy    [documents] uint64: a hash of each document's text
-    meta.json     counts and types, by which a damaged folder is known
+    meta.json     the SHA-256 of each of these files, by which a damaged folder is known
 
 A folder is written under another name and then renamed, so that what is there is whole, and
 processes that write the same one at a time do no harm: the first to finish wins.
@@ -15,23 +15,24 @@ processes that write the same one at a time do no harm: the first to finish wins
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
-from absl import logging
 
 from k3jax.data.corpus import Document, Source
 from k3jax.data.tokenizer import Tokenizer
 
-FORMAT = 1  # raise it when what a cached folder means changes
+log = logging.getLogger("k3jax")
+
+FORMAT = 2  # raise it when what a cached folder means changes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ def token_store(
     if not _is_whole(folder):
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache_dir))
+            partial = cache_dir / f".partial-{secrets.token_hex(8)}"
+            partial.mkdir()
             try:
                 _write(partial, source, tokenizer, jsonl_field)
                 if source.digest() != content:
@@ -78,7 +80,7 @@ def token_store(
             raise OSError(
                 error.errno, f"cannot write the token cache: {error.strerror}", str(folder)
             ) from error
-    return _open(folder, digest)
+    return _open(folder, tokenizer, digest)
 
 
 def validation_mask(hashes: np.ndarray, fraction: float) -> np.ndarray:
@@ -133,15 +135,13 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, jsonl_field: str)
     meta = {
         "source": source.name,
         "tokenizer": tokenizer.fingerprint,
-        "dtype": tokenizer.dtype.name,
-        "masked": masked,
-        "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        "files": {path.name: _file_digest(path) for path in sorted(folder.iterdir())},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
     for path in folder.iterdir():
         with path.open("rb+") as file:
             os.fsync(file.fileno())
-    logging.info("%s: %d documents, %d tokens", source.name, len(hashes), offsets[-1])
+    log.info("%s: %d documents, %d tokens", source.name, len(hashes), offsets[-1])
 
 
 def _ignored(document: Document, tokens: int) -> bytes:
@@ -156,27 +156,35 @@ def _ignored(document: Document, tokens: int) -> bytes:
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another process was first, or what is there is damaged
+    try:
         partial.rename(folder)
-    if not _is_whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # another process was first, or what is there is damaged
+        if _is_whole(folder):
+            return
+        damaged = folder.rename(partial.with_suffix(".damaged"))
         partial.rename(folder)
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        sizes = json.loads((folder / "meta.json").read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        files = json.loads((folder / "meta.json").read_text())["files"]
+        return all(_file_digest(folder / name) == digest for name, digest in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _open(folder: Path, digest: str) -> TokenStore:
-    meta = json.loads((folder / "meta.json").read_text())
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(folder: Path, tokenizer: Tokenizer, digest: str) -> TokenStore:
+    ignored = folder / "ignored.bin"
     return TokenStore(
-        tokens=np.memmap(folder / "tokens.bin", np.dtype(meta["dtype"]), "r"),
+        tokens=np.memmap(folder / "tokens.bin", tokenizer.dtype, "r"),
         offsets=np.load(folder / "offsets.npy", mmap_mode="r"),
         hashes=np.load(folder / "hashes.npy", mmap_mode="r"),
-        ignored=np.memmap(folder / "ignored.bin", np.bool_, "r") if meta["masked"] else None,
+        ignored=np.memmap(ignored, np.bool_, "r") if ignored.exists() else None,
         digest=digest,
     )

@@ -25,15 +25,15 @@ from orbax.checkpoint import v1 as ocp
 from k3jax.config import ExperimentConfig, TrainConfig
 from k3jax.flags import differences, from_json, to_json
 from k3jax.train.state import TrainState
+from k3jax.train.workdir import changed_for_life
 
 log = logging.getLogger("k3jax")
 
 RECORD = "record.json"
 PART = ".orbax-checkpoint-tmp"  # orbax's suffix of a directory that is still being written
 DAMAGED = ".damaged"
-MANIFEST = (
-    "_CHECKPOINT_METADATA"  # orbax's list of what a checkpoint has, with times added at the end
-)
+# orbax's list of what a checkpoint has, with times added at the end
+MANIFEST = "_CHECKPOINT_METADATA"
 
 
 class Checkpoints:
@@ -43,14 +43,13 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, config: ExperimentConfig):
-        self.directory, self._config = directory, config
+        self.directory, self._config = directory.absolute(), config  # orbax asks for absolute paths
         self._writing: tuple[int, Any] | None = None
-        for path in sorted(directory.glob(f"*{PART}*")):
-            log.warning("checkpoint %s skipped: half-written", path.name.partition(".")[0])
+        self._prepare()
         options = ocp.Context()
         options.async_options.post_finalization_callback = self._seal
         self._orbax = ocp.training.Checkpointer(
-            directory,
+            self.directory,
             context=options,
             preservation_policy=_preservation(config.train),
             cleanup_tmp_directories=True,
@@ -66,6 +65,19 @@ class Checkpoints:
         finally:
             with contextlib.suppress(Exception):  # raises a failed write's error once more
                 self._orbax.close()
+
+    def _prepare(self) -> None:
+        """Make the directory, and put aside what orbax would take for steps and is none."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"{self.directory}: cannot be used: {error.strerror}") from error
+        for path in sorted(self.directory.iterdir()):
+            if PART in path.name:
+                log.warning("checkpoint %s skipped: half-written", path.name.partition(".")[0])
+            elif path.name.isdecimal() and path.name != str(int(path.name)):
+                log.warning("checkpoint %s skipped: not the name of a step", path.name)
+                _put_aside(path)
 
     def steps(self) -> list[int]:
         """The steps that have a finished checkpoint, ascending."""
@@ -139,24 +151,21 @@ class Checkpoints:
             for name in sorted(was | now)
             if was.get(name) != now.get(name)
         ]
-        if not leaves:
-            return
         config = from_json(ExperimentConfig, json.loads((path / RECORD).read_text())["config"])
-        settings = [
-            line
-            for line in differences(config, self._config)
-            if line.startswith(("model.", "optimiser."))
-        ]
-        raise ValueError(
-            f"checkpoint {path} is of another configuration: {_some(leaves + settings)}"
-        )
+        settings = changed_for_life(config, self._config)
+        if not leaves and not settings:
+            return
+        settings += differences(config.optimiser, self._config.optimiser, "optimiser.")
+        differing = "; ".join(_some(lines) for lines in (settings, leaves) if lines)
+        raise ValueError(f"checkpoint {path} is of another configuration: {differing}")
 
     def _seal(self) -> None:
         """Add the record to the step directory that orbax is about to rename."""
         if jax.process_index() != 0:
             return
-        for part in self.directory.glob(f"*{PART}*"):
+        for part in filter(Path.is_dir, self.directory.glob(f"[0-9]*{PART}*")):
             record = {
+                "step": int(part.name.partition(".")[0]),
                 "config": to_json(self._config),
                 "items": _items(part),
                 "files": _digests(part),
@@ -210,6 +219,8 @@ def _damage(path: Path) -> str | None:
         digest = record.pop("digest")
         if digest != _sha256(json.dumps(record).encode()):
             return f"{RECORD} is damaged"
+        if record["step"] != int(path.name):
+            return f"it is that of step {record['step']}"
         if _items(path) != record["items"]:
             return f"{MANIFEST} is damaged"
         for name, expected in record["files"].items():
@@ -244,7 +255,10 @@ def _sha256(data: bytes) -> str:
 
 def _put_aside(path: Path) -> None:
     aside = path.with_name(path.name + DAMAGED)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink(missing_ok=True)
     path.rename(aside)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from k3jax.config import ExperimentConfig
 from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
 from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
-from k3jax.data.tokenizer import Tokenizer
+from k3jax.data.tokenizer import check_vocab
 from k3jax.layers.balancing import update_balancing
 from k3jax.model import Decoder
 from k3jax.optim import learning_rate
@@ -29,7 +30,7 @@ from k3jax.train.report import make_sampler, plot
 from k3jax.train.signals import StopSignal
 from k3jax.train.state import Blueprint, TrainState, blueprint
 from k3jax.train.step import decoder_loss, make_evaluation, make_step
-from k3jax.train.workdir import claim
+from k3jax.train.workdir import occupy, record_config
 
 PROMPT = 64  # tokens of held-out text that the final sample goes on from
 TEMPERATURE = 0.8
@@ -52,12 +53,18 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
     Tokenised corpora are kept in `cache_dir`. Raises `ValueError` or `OSError`, with one line, for
     what cannot be run, resumed or written.
     """
-    claim(workdir, config)
-    with jax.set_mesh(make_mesh(config.mesh)), StopSignal() as stop:
+    with (
+        occupy(workdir, config),
+        jax.set_mesh(make_mesh(config.mesh)),
+        StopSignal() as stop,
+    ):
         shards = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         data = make_train_iterator(config.data, cache_dir, **shards)
         held_out = validation_batches(config.data, cache_dir, config.train.eval_batches, **shards)
-        token_bytes = _token_bytes(load_corpus(config.data, cache_dir).tokenizer, config)
+        tokenizer = load_corpus(config.data, cache_dir).tokenizer
+        check_vocab(tokenizer, config.model.vocab_size)
+        spare = config.model.vocab_size - tokenizer.vocab_size
+        token_bytes = np.pad(tokenizer.token_bytes, (0, spare))
         plan = decoder_blueprint(config)
         loss = decoder_loss(plan.graphdef)
         run_step = make_step(
@@ -78,6 +85,7 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
                 raise ValueError(
                     f"train.steps = {config.train.steps}: {workdir} is at step {start}"
                 )
+            record_config(workdir, config)
             log.info("%s from step %d of %d", config.name, start, config.train.steps)
             with MetricsLog(workdir, start, config.train.tensorboard) as metrics:
                 loop = _Loop(config, workdir, data, metrics, checkpoints, stop)
@@ -110,7 +118,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self._watch = Stopwatch()
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
-        self._profile_end: int | None = None
+        self._profiling = False
         data = self.config.data
         self._tokens_per_step = data.batch_size * data.sequence_length
         self._flops_per_token = flops_per_token(self.config.model, data.sequence_length)
@@ -125,6 +133,8 @@ class _Loop:
         train, start = self.config.train, int(state.step)
         with tqdm(total=train.steps, initial=start, unit="step", dynamic_ncols=True) as self._bar:
             for step in range(start + 1, train.steps + 1):
+                if step == start + 1 and self.stop.received is not None:
+                    break  # nothing to save, and compilation may take minutes
                 self._profile(step, start)
                 batch = self._place(next(self.data))
                 state, metrics = run_step(state, batch)
@@ -177,17 +187,18 @@ class _Loop:
         )
 
     def _profile(self, step: int, start: int) -> None:
-        """Begin and end the profiler's window, before `step` runs."""
-        first, length = self.config.train.profile_start, self.config.train.profile_steps
-        if length and step == max(first, start + 1):
+        """Begin and end the profiler's window, or what is left of it, before `step` runs."""
+        first = max(self.config.train.profile_start, 1)
+        end = first + self.config.train.profile_steps
+        if step == max(first, start + 1) and step < end:
             jax.profiler.start_trace(self.workdir / "profile")
-            self._profile_end = step + length
-        elif step == self._profile_end:
+            self._profiling = True
+        elif step == end:
             self._stop_profile()
 
     def _stop_profile(self) -> None:
-        if self._profile_end is not None:
-            self._profile_end = None
+        if self._profiling:
+            self._profiling = False
             jax.profiler.stop_trace()
 
 
@@ -196,24 +207,13 @@ def _placed(batch: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, jax.
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
-def _token_bytes(tokenizer: Tokenizer, config: ExperimentConfig) -> np.ndarray:
-    """Bytes per token over the model's vocabulary, which may be larger than the tokenizer's."""
-    spare = config.model.vocab_size - tokenizer.vocab_size
-    if spare < 0:
-        raise ValueError(
-            f"model.vocab_size = {config.model.vocab_size}: must be at least "
-            f"{tokenizer.vocab_size}, what data.tokenizer = {config.data.tokenizer!r} needs"
-        )
-    return np.pad(tokenizer.token_bytes, (0, spare))
-
-
 def _bits_per_byte(
     evaluate: Callable[..., Any], state: TrainState, batches: Iterable[dict[str, np.ndarray]]
 ) -> float:
     spec = PartitionSpec(BATCH, SEQUENCE)
     pairs = jax.device_get([evaluate(state, _placed(batch, spec)) for batch in batches])
     bits, size = np.sum(np.asarray(pairs, np.float64), axis=0)
-    return float(bits / size)
+    return float(bits / size) if size else math.nan
 
 
 def _report(
@@ -234,8 +234,9 @@ def _report(
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         sample = make_sampler(plan, tokenizer.vocab_size, TEMPERATURE)
         rows = int(np.prod([getattr(config.mesh, axis) for axis in BATCH]))
-        prompt = np.tile(held_out[0]["inputs"][:1, :PROMPT], (rows, 1))
+        real = held_out[0]["segment_ids"][0, :PROMPT] > 0  # padding may end a row
+        prompt = np.tile(held_out[0]["inputs"][0, :PROMPT][real], (rows, 1))
         drawn = sample(state, prompt, count, state.rng)
         text = f"{tokenizer.decode(prompt[0])}▌{tokenizer.decode(drawn)}\n"
-        (workdir / "sample.txt").write_text(text)
+        (workdir / "sample.txt").write_text(text, "utf-8")
         print(f"sample, after held-out text up to ▌:\n{text}")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: Path, step: int, tensorboard: bool):
-        path = workdir / FILE
+        self._path = workdir / FILE
         kept = [record for record in read_metrics(workdir) if record["step"] <= step]
-        part = path.with_suffix(".part")
-        part.write_text("".join(map(_line, kept)))
-        part.replace(path)
-        self._file = path.open("a")
+        part = self._path.with_suffix(".part")
+        with self._one_line_errors():
+            part.write_text("".join(map(_line, kept)))
+            part.replace(self._path)
+            self._file = self._path.open("a")
         self._board = None
         if tensorboard:
             self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
@@ -34,26 +36,42 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        ignored = () if kind is None else (OSError,)  # what could not be written fails once more
+        for file in (self._file, self._board):
+            if file is not None:
+                with contextlib.suppress(*ignored):
+                    file.close()
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Record `metrics` under `step`; figures that are not finite are null."""
-        self._file.write(_line({"step": step, **metrics}))
-        self._file.flush()
+        """Record `metrics` under `step`; figures that are not finite are null.
+
+        Raises `OSError` with one line where they cannot be written.
+        """
+        with self._one_line_errors():
+            self._file.write(_line({"step": step, **metrics}))
+            self._file.flush()
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
 
+    @contextlib.contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self._path}: cannot be written: {error.strerror}") from error
+
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The records in `workdir`, in order; a line cut short by a kill is left out."""
+    """The records in `workdir`, in order; a line cut short by a kill, or damaged, is left out."""
     path, records = workdir / FILE, []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from matplotlib.figure import Figure
 
+from k3jax.layers.documents import documents_of
+from k3jax.sharding import BATCH, under_mesh
 from k3jax.train.metrics import read_metrics
 from k3jax.train.state import Blueprint, TrainState
 
@@ -52,7 +55,8 @@ def make_sampler(
         state: TrainState, tokens: jax.Array, cache: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
         model = nnx.merge(plan.graphdef, state.params, state.balancing)
-        logits, cache, _ = model(tokens, cache=cache)
+        documents = documents_of(jnp.ones_like(tokens))  # laid out as the tokens are
+        logits, cache, _ = model(tokens, documents=documents, cache=cache)
         drawn = jax.random.categorical(key, logits[:, -1, :vocab_size] / temperature)
         return drawn.astype(jnp.int32)[:, None], cache
 
@@ -61,10 +65,11 @@ def make_sampler(
     def sample(state: TrainState, prompt: np.ndarray, count: int, key: jax.Array) -> list[int]:
         rows, length = prompt.shape
         model = nnx.merge(plan.graphdef, state.params, state.balancing)
-        cache, tokens, drawn = model.empty_cache(rows, length + count), jnp.asarray(prompt), []
+        tokens = jax.device_put(prompt, PartitionSpec(BATCH) if under_mesh() else None)
+        cache, drawn = model.empty_cache(rows, length + count), []
         for step_key in jax.random.split(key, count):
             tokens, cache = compiled(state, tokens, cache, step_key)
-            drawn.append(int(tokens[0, 0]))
+            drawn.append(int(np.asarray(tokens)[0, 0]))
         return drawn
 
     return sample

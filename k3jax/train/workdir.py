@@ -1,7 +1,11 @@
-"""The directory of a run: whose it is."""
+"""The directory of a run: whose it is, and that one process at a time works there."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from k3jax.config import ExperimentConfig
@@ -11,22 +15,63 @@ FILE = "config.json"
 FIXED = ("name", "model.", "data.")  # settings that a run keeps for life; others may change
 
 
-def claim(workdir: Path, config: ExperimentConfig) -> None:
-    """Make `workdir` the directory of `config`, whose resolved settings go there, or resume it.
+@contextlib.contextmanager
+def occupy(workdir: Path, config: ExperimentConfig) -> Iterator[None]:
+    """Hold `workdir`, made where it is missing, against other processes, for a run of `config`.
 
     A run may be resumed with other settings of training, optimiser and mesh. Raises `ValueError`
-    for the directory of another run, naming how it differs.
+    for the directory of another run, naming how it differs, and `OSError` for one that cannot be
+    used. The lock goes with the process, however it ends.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _unusable(workdir, error) from error
+    try:
+        _lock(workdir, handle)
+        _refuse_other_run(workdir, config)
+        yield
+    finally:
+        os.close(handle)
+
+
+def record_config(workdir: Path, config: ExperimentConfig) -> None:
+    """Write the resolved settings to `workdir`: from here on it is the directory of this run."""
     path = workdir / FILE
-    if path.exists():
-        try:
-            saved = from_json(ExperimentConfig, path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        changed = [line for line in differences(saved, config) if line.startswith(FIXED)]
-        if changed:
-            raise ValueError(f"--workdir = {workdir}: holds another run; {'; '.join(changed[:8])}")
     part = path.with_suffix(".part")
-    part.write_text(to_json(config))
-    part.replace(path)
+    try:
+        part.write_text(to_json(config))
+        part.replace(path)
+    except OSError as error:
+        raise _unusable(workdir, error) from error
+
+
+def changed_for_life(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
+    """The settings that make `new` another run than `old`, as `differences` writes them."""
+    return [line for line in differences(old, new) if line.startswith(FIXED)]
+
+
+def _lock(workdir: Path, handle: int) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"--workdir = {workdir}: another process is training there") from error
+    except OSError:
+        pass  # a file system without locks
+
+
+def _refuse_other_run(workdir: Path, config: ExperimentConfig) -> None:
+    path = workdir / FILE
+    if not path.exists():
+        return
+    try:
+        saved = from_json(ExperimentConfig, path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if changed := changed_for_life(saved, config):
+        raise ValueError(f"--workdir = {workdir}: holds another run; {'; '.join(changed[:8])}")
+
+
+def _unusable(workdir: Path, error: OSError) -> OSError:
+    return OSError(f"--workdir = {workdir}: cannot be used: {error.strerror}")

@@ -46,8 +46,12 @@ def test_folder_reads_text_recursively_and_leaves_out_the_rest(tmp_path):
     (tmp_path / ".hidden" / "no.txt").write_text("no")
     (tmp_path / "broken.txt").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "self.txt").symlink_to("self.txt")
+    (tmp_path / os.fsdecode(b"n\xe9.txt")).write_text("any name")
     (tmp_path / "d.jsonl").write_text('{"text": "three"}\n\n{"text": ""}\n{"text": "four"}\n')
-    assert texts(tmp_path) == ["one", "three", "four", "zwei é\r\n"]
+    assert texts(tmp_path) == ["one", "three", "four", "any name", "zwei é\r\n"]
+    assert len(corpus.find(str(tmp_path)).digest()) == 64
 
 
 @pytest.mark.parametrize("newlines", [True, False])
@@ -69,7 +73,12 @@ BAD_SOURCES = {
     "latin-1": (("x.txt", b"caf\xe9 au lait"), "is not UTF-8 text"),
     "cut short": (("x.txt", b"caf\xc3"), "is not UTF-8 text"),
     "not json": (("x.jsonl", b'{"text": "a"}\n{"text"\n'), "line 2: is not JSON"),
-    "no field": (("x.jsonl", b'{"body": "a"}\n'), "no such text in .*line 1, which has body"),
+    "no field": (
+        ("x.jsonl", b'{"body": "a"}\n'),
+        "no such text in .*line 1, which has \\['body'\\]",
+    ),
+    "line break": (("x.jsonl", b'{"bo\\ndy": "a"}\n'), "which has \\['bo.ndy'\\]"),
+    "deep": (("x.jsonl", b"[" * 100_000), "line 1: is not JSON: maximum recursion"),
     "no object": (("x.jsonl", b'["a"]\n'), "line 1, which has list"),
     "surrogate": (("x.jsonl", b'{"text": "\\ud800"}\n'), "line 1: is not UTF-8"),
     "mask length": (("x.jsonl", b'{"text": "abc", "loss_mask": [1]}\n'), "has 1 entries.* 3 tok"),
@@ -137,12 +146,18 @@ def test_the_cache_is_used_again_and_only_for_the_same_content(folder, tmp_path,
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.parametrize("how", ["truncate", "flip"])
 @pytest.mark.parametrize("damage", ["tokens.bin", "meta.json", "hashes.npy"])
-def test_a_damaged_cache_is_written_anew(folder, tmp_path, damage):
+def test_a_damaged_cache_is_written_anew(folder, tmp_path, damage, how):
     cache, source = tmp_path / "cache", corpus.find(str(folder))
     first = bytes(token_store(source, ByteTokenizer(), cache).tokens)
     (place,) = cache.iterdir()
-    os.truncate(place / damage, 5)
+    if how == "truncate":
+        os.truncate(place / damage, 5)
+    else:
+        content = bytearray((place / damage).read_bytes())
+        content[len(content) // 2] ^= 1
+        (place / damage).write_bytes(content)
     assert bytes(token_store(source, ByteTokenizer(), cache).tokens) == first
     assert [p.name for p in cache.iterdir()] == [place.name]
 

@@ -62,6 +62,9 @@ class FakeTokenizer:
         assert with_added_tokens
         return self.vocab
 
+    def get_vocab_size(self) -> int:
+        return len(self.vocab)
+
     def encode(self, text: str, add_special_tokens: bool) -> types.SimpleNamespace:
         assert not add_special_tokens and self.encode_special_tokens
         return types.SimpleNamespace(ids=[self.vocab[c] for c in text])
@@ -134,6 +137,16 @@ def test_bad_hugging_face_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json': cannot be read"):
         load_tokenizer(str(tmp_path))
+    write_tokenizer(tmp_path, {"a": 0}, {}, eos_token=None)
+    with pytest.raises(ValueError, match="cannot encode 'ab'"):
+        load_tokenizer(str(tmp_path)).encode("ab")
+    for content in ("{", "[1]"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: is not a JSON object"):
+            load_tokenizer(str(tmp_path))
+    write_tokenizer(tmp_path, {}, {}, eos_token=None)
+    with pytest.raises(ValueError, match="no tokens in it"):
+        load_tokenizer(str(tmp_path))
 
 
 class FakeEncoding:
@@ -160,7 +173,8 @@ def test_tiktoken_files(tmp_path, monkeypatch):
     assert ids.tolist() == [0xC3, 0xA9] and ids.dtype == np.uint16
     assert found.decode([258, 256, 257, 258, 0xC3]) == "the é\ufffd"
 
-    for content in (b"", b"dGhl\n", b"dGhl one\n", b"!!!! 3\n"):
+    twice = path.read_bytes().replace(b" 256\n", b" 255\n")
+    for content in (b"", b"dGhl\n", b"dGhl one\n", b"!!!! 3\n", b"dGhl 3\n", twice):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"small\.tiktoken': must have a token in base64"):
             load_tokenizer(str(path))
@@ -198,11 +212,12 @@ def test_the_real_tokenizers_package(tmp_path):
 
 def test_the_real_tiktoken_package(tmp_path):
     pytest.importorskip("tiktoken")
-    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the"]
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" the": 260}
     path = tmp_path / "small.tiktoken"
-    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)))
+    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for t, i in ranks.items()))
     found = load_tokenizer(str(path))
     text = "the the \U0001f600 <|endoftext|>"
     ids = found.encode(text)
     assert found.decode(ids) == text and 257 in ids
+    assert found.decode([258, 259, *ids, 261, 999]) == text  # a model may draw what is no token
     assert found.token_bytes[ids].sum() == len(text.encode())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.config import OptimiserConfig, TrainConfig
+from k3jax.config import MoEConfig, OptimiserConfig, TrainConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import checkpoint
 from k3jax.train.checkpoint import Checkpoints
@@ -141,6 +141,33 @@ def test_every_half_written_directory_is_skipped(run, copy, saved, lines):
     assert not list(copy.glob(f"*{checkpoint.PART}*"))
 
 
+def test_names_that_are_no_steps(run, copy, saved, lines):
+    """Copies under other names are not taken for steps, nor are files; the rest is left alone."""
+    for name in ("007", "9", "\u0663"):
+        shutil.copytree(copy / "2", copy / name)
+    (copy / "8").write_text("a file")
+    (copy / f"5{checkpoint.PART}").write_text("a file")
+    for name in ("README", "best", "-1", "step_4", "3.5"):
+        (copy / name).mkdir()
+    with Checkpoints(copy, run.config) as checkpoints:
+        data = run.data()
+        state = checkpoints.restore(run.plan.abstract(), data)
+        assert same_bits(state, saved[1][3])
+        checkpoints.save(run.advance(state, data, 1)[0], data)
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3, 4]
+    reasons = {
+        "007": "not the name of a step",
+        "5": "half-written",
+        "9": "it is that of step 2",
+        "8": f"damaged or missing: [Errno 20] Not a directory: '{copy}/8/record.json'",
+        "\u0663": "not the name of a step",
+    }
+    assert sorted(lines()) == sorted(
+        f"checkpoint {name} skipped: {reason}" for name, reason in reasons.items()
+    )
+
+
 def test_training_goes_on_past_damaged_checkpoints(run, copy, saved, lines):
     """A damaged one is not counted among those kept, and its step may be saved again."""
     for step in (2, 3):
@@ -177,6 +204,13 @@ def test_another_configuration_is_refused_by_its_leaves(run, copy):
     assert "\n" not in message and "optimiser.kind: 'muon', now 'adamw'" in message
     assert "adamw/mu/mix/value: absent, now float32[2, 8, 8]" in message.replace("inner_state/", "")
     assert sorted(p.name for p in copy.iterdir()) == ["1", "2", "3"]
+
+
+def test_the_same_leaves_may_be_of_another_run(run, copy):
+    model = dataclasses.replace(run.config.model, moe=MoEConfig(top_k=3))
+    config = dataclasses.replace(run.config, model=model)
+    with pytest.raises(ValueError, match=r"another configuration: model\.moe\.top_k: 2, now 3$"):
+        restore(run, copy, config)
 
 
 def test_a_failed_write_is_one_line_and_leaves_the_others(run, copy, saved, monkeypatch):

@@ -12,7 +12,7 @@ from k3jax.flags import from_json
 from k3jax.train.metrics import MetricsLog, read_metrics
 from k3jax.train.report import plot
 from k3jax.train.signals import StopSignal
-from k3jax.train.workdir import claim
+from k3jax.train.workdir import occupy, record_config
 
 CONFIG = ExperimentConfig()
 
@@ -22,7 +22,7 @@ def test_a_resumed_run_records_no_step_twice(tmp_path):
         for step in range(1, 8):
             log.write(step, {"loss": 1.0 / step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')  # killed while writing
+        file.write('null\n\0\n{"step": 8, "lo')  # damaged, then killed while writing
     with MetricsLog(tmp_path, 5, tensorboard=False) as log:
         log.write(6, {"loss": float("nan")})
         assert len(read_metrics(tmp_path)) == 6  # at once on disk
@@ -48,10 +48,20 @@ def test_the_plot_needs_no_particular_record(tmp_path):
     assert plot(tmp_path, baseline=2.5).read_bytes().startswith(b"\x89PNG")
 
 
+def claim(workdir, config):
+    with occupy(workdir, config):
+        record_config(workdir, config)
+
+
 def test_a_directory_belongs_to_one_run(tmp_path):
-    claim(tmp_path / "runs" / "a", CONFIG)
     path = tmp_path / "runs" / "a" / "config.json"
-    assert from_json(ExperimentConfig, path.read_text()) == CONFIG
+    with occupy(path.parent, CONFIG):
+        pass  # a run that failed before it began
+    other = dataclasses.replace(CONFIG, name="other")
+    claim(path.parent, other)
+    assert from_json(ExperimentConfig, path.read_text()) == other
+    path.unlink()
+    claim(path.parent, CONFIG)
     longer = dataclasses.replace(CONFIG, train=TrainConfig(steps=999))
     claim(path.parent, longer)
     assert from_json(ExperimentConfig, path.read_text()) == longer
@@ -67,9 +77,31 @@ def test_a_directory_belongs_to_one_run(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: .*not JSON"):
         claim(path.parent, CONFIG)
+    with pytest.raises(OSError, match=r"--workdir = .*config\.json: cannot be used: ") as error:
+        claim(path, CONFIG)
+    assert "\n" not in str(error.value)
+
+
+def test_one_process_at_a_time(tmp_path):
+    with (
+        occupy(tmp_path, CONFIG),
+        pytest.raises(ValueError, match="another process is training there"),
+        occupy(tmp_path, CONFIG),
+    ):
+        pass
+    claim(tmp_path, CONFIG)
 
 
 def test_signals_are_noted_and_handlers_restored():
+    interrupt = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it
+    try:
+        _signals_are_noted()
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _signals_are_noted():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         assert stop.received is None
