@@ -15,9 +15,10 @@ from flax import nnx
 
 from k3jax.config import ModelConfig
 from k3jax.layers.attn_res import AttentionResidual, Depth, depth_of
-from k3jax.layers.block import Stream, SuperBlock
+from k3jax.layers.block import PROBES, Stream, SuperBlock
 from k3jax.layers.documents import Documents, one_document
 from k3jax.layers.linear import gain, island, matrix, normal, rms_norm
+from k3jax.layers.row_cache import check
 from k3jax.layers.stats import Stats
 from k3jax.parallel.local import local
 from k3jax.params import ParamSpec, declare, initialise, stack, weight
@@ -84,9 +85,17 @@ class Decoder(nnx.Module):
         cache: list[Any] | None = None,
         probes: Sequence[str] = (),
     ) -> tuple[jax.Array, list[Any] | None, Stats]:
-        """As `__call__`, but the normed hidden states `[B, T, d]` before the head."""
+        """As `__call__`, but the normed hidden states `[B, T, d]` before the head.
+
+        Raises `ValueError` for an unknown probe (see `k3jax.layers.block.PROBES`), and, where
+        values are concrete, for documents that do not fit the cache (`row_cache.check`).
+        """
+        unknown = set(probes) - set(PROBES)
+        if unknown:
+            raise ValueError(f"probes = {probes!r}: must be among {', '.join(PROBES)}")
         if documents is None:
             documents = one_document(*tokens.shape)
+        check(documents, cache)
         x = self._embed(tokens)
         plain, slots = self.config.residual.kind == "plain", stored_sources(self.config)
         stream: Stream = x if plain else depth_of(x, slots)
@@ -169,9 +178,9 @@ def token_nll(model: Decoder, hidden: jax.Array, targets: jax.Array) -> jax.Arra
 
 
 def _blockwise_nll(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-    count = targets.size
-    blocks = -(-count // _LOSS_TOKENS)
-    size = -(-count // max(blocks, 1))
+    count, width = targets.size, hidden.shape[-1]
+    blocks = max(-(-count // _LOSS_TOKENS), 1)
+    size = -(-count // blocks)
     spare = blocks * size - count
 
     @jax.checkpoint
@@ -181,7 +190,8 @@ def _blockwise_nll(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> ja
         picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
         return jax.nn.logsumexp(logits, axis=1) - picked
 
-    rows = jnp.pad(hidden.reshape(count, -1), ((0, spare), (0, 0))).reshape(blocks, size, -1)
+    rows = jnp.pad(hidden.reshape(count, width), ((0, spare), (0, 0)))
+    rows = rows.reshape(blocks, size, width)
     labels = jnp.pad(targets.reshape(count), (0, spare)).reshape(blocks, size)
     return jax.lax.map(nll, (rows, labels)).reshape(-1)[:count].reshape(targets.shape)
 

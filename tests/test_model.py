@@ -30,11 +30,11 @@ from tests.layers.rows import relative_rms
 
 VOCAB, ROWS, LENGTH = 31, 3, 24
 KDA = KDAConfig(heads=2, key_dim=8, value_dim=8, decay_rank=4)
-MOE = MoEConfig(experts=6, top_k=2, expert_width=12, latent_width=8)
+MOE = MoEConfig(experts=6, top_k=2, expert_width=12, latent_width=8, first_k_dense=0)
 K3 = ModelConfig(
     vocab_size=VOCAB,
     d_model=16,
-    layers=6,
+    layers=4,
     kda_to_full="1:1",
     kda=KDA,
     mla=MLAConfig(
@@ -161,7 +161,7 @@ def test_bfloat16_stays_near_float32_and_off_a_mesh():
     tokens = jnp.asarray(rng.integers(0, VOCAB, (2, 20)), jnp.int32)
     logits = {}
     for dtype in ("float32", "bfloat16"):
-        config = dataclasses.replace(K3, dtype=dtype)
+        config = dataclasses.replace(K3, layers=2, dtype=dtype)
         graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
         logits[dtype] = jax.jit(lambda s, t, g=graphdef: nnx.merge(g, s)(t)[0])(state, tokens)
         assert logits[dtype].dtype == jnp.float32
@@ -182,6 +182,29 @@ def test_loss_is_the_cross_entropy_of_the_logits():
         spoiled = jnp.where(weights[..., None] > 0, hidden, jnp.nan)
         total, weight = next_token_loss(model, spoiled, targets, weights)
         assert abs(total - (weights * wanted).sum()) < 1e-9 and weight == weights.sum()
+
+
+def test_no_tokens():
+    model = Decoder(dataclasses.replace(K3, layers=2, dtype="float32"), rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((2, 0), jnp.int32)
+    cache = model.empty_cache(2, 3)
+    logits, after, _ = jax.eval_shape(lambda t: model(t, cache=cache), tokens)
+    assert logits.shape == (2, 0, VOCAB) and jax.tree.structure(after) == jax.tree.structure(cache)
+    assert token_nll(model, jnp.zeros((2, 0, 16)), tokens).shape == (2, 0)
+
+
+def test_wrong_calls_are_refused_in_one_line():
+    model = Decoder(dataclasses.replace(K3, layers=2, dtype="float32"), rngs=nnx.Rngs(0))
+    tokens, cache = jnp.zeros((2, 5), jnp.int32), model.empty_cache(2, 4)
+    with pytest.raises(
+        ValueError, match=r"probes = \('nonsense',\): must be among log_decay, outp"
+    ):
+        model(tokens, probes=("nonsense",))
+    with pytest.raises(ValueError, match="cache: row 0 would hold 5 tokens, its capacity is 4"):
+        model(tokens, cache=cache)
+    packed = documents_of(jnp.asarray([[1, 1, 2, 2, 2], [1, 1, 1, 0, 0]], jnp.int32))
+    with pytest.raises(ValueError, match="segment_ids: 2 found, a row with a cache holds one"):
+        model(tokens, documents=packed, cache=cache)
 
 
 def test_published_parameter_counts():

@@ -32,6 +32,17 @@ _FIXED = {
     "quantization_config": None,
     "num_nextn_predict_layers": 0,
 }
+_WHOLE_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+)
 _ACTIVATIONS = {"silu": "swiglu", "situ": "situ"}
 
 
@@ -43,15 +54,18 @@ def model_config(directory: str | Path, dtype: DType = "float32") -> ModelConfig
     path = Path(directory) / "config.json"
     try:
         raw = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        text = raw.get("text_config", raw)
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not a readable config.json ({error})") from error
-    text = raw.get("text_config", raw)
     if text.get("model_type") != "kimi_linear":
         kind = text.get("model_type")
         raise ValueError(f"{path}: model_type = {kind!r}, must be kimi_linear (Kimi Linear or K3)")
     for key, only in _FIXED.items():
         if text.get(key, only) != only:
             raise ValueError(f"{path}: {key} = {text[key]!r}, only {only!r} is supported")
+    for key in _WHOLE_NUMBERS:
+        if not isinstance(text.get(key, 1), int):
+            raise ValueError(f"{path}: {key} = {text[key]!r}, must be a whole number")
     try:
         return _model(text, dtype)
     except KeyError as error:
@@ -59,20 +73,21 @@ def model_config(directory: str | Path, dtype: DType = "float32") -> ModelConfig
 
 
 def _model(text: dict[str, Any], dtype: DType) -> ModelConfig:
-    heads = text["num_attention_heads"]
-    if text.get("num_key_value_heads", heads) != heads:
-        value = text["num_key_value_heads"]
-        raise ValueError(f"num_key_value_heads = {value}, must equal num_attention_heads = {heads}")
+    heads, layers = text["num_attention_heads"], text["num_hidden_layers"]
+    if (kv_heads := text.get("num_key_value_heads") or heads) != heads:
+        raise ValueError(
+            f"num_key_value_heads = {kv_heads}, must equal num_attention_heads = {heads}"
+        )
     if text["hidden_act"] not in _ACTIVATIONS:
         raise ValueError(f"hidden_act = {text['hidden_act']!r}, must be one of silu, situ")
-    block = text.get("attn_res_block_size")
+    block, linear = text.get("attn_res_block_size"), text.get("linear_attn_config")
     return ModelConfig(
         vocab_size=text["vocab_size"],
         d_model=text["hidden_size"],
-        layers=text["num_hidden_layers"],
-        mixers=_mixers(text["linear_attn_config"], text["num_hidden_layers"]),
+        layers=layers,
+        mixers=_mixers(linear, layers) if linear else ("full",) * layers,
         full_attention="mla",
-        kda=_kda(text["linear_attn_config"]),
+        kda=_kda(linear) if linear else KDAConfig(),
         mla=MLAConfig(
             heads=heads,
             q_lora_rank=text.get("q_lora_rank") or 0,
@@ -85,12 +100,12 @@ def _model(text: dict[str, Any], dtype: DType) -> ModelConfig:
         residual=ResidualConfig("attn_res_block", block) if block else ResidualConfig("plain"),
         ffn=FeedForwardConfig(
             activation=_ACTIVATIONS[text["hidden_act"]],  # type: ignore[arg-type]
-            situ_beta=text.get("activation_situ_beta", 1.0),
-            situ_linear_beta=text.get("activation_situ_linear_beta", 25.0),
+            situ_beta=text.get("activation_situ_beta") or 1.0,
+            situ_linear_beta=text.get("activation_situ_linear_beta") or 0.0,
             dense_width=text["intermediate_size"],
         ),
         moe=_moe(text),
-        norm_eps=text.get("rms_norm_eps", 1e-6),
+        norm_eps=text.get("rms_norm_eps") or 1e-6,
         init_std=text.get("initializer_range", 0.02),
         tie_embeddings=text.get("tie_word_embeddings", False),
         dtype=dtype,
@@ -98,11 +113,14 @@ def _model(text: dict[str, Any], dtype: DType) -> ModelConfig:
 
 
 def _mixers(linear: dict[str, Any], layers: int) -> tuple[MixerKind, ...]:
+    """The mixer of each layer; a list may also name layers that the model does not have."""
     full, kda = set(linear["full_attn_layers"]), set(linear["kda_layers"])
-    if full & kda or full | kda != set(range(1, layers + 1)):
-        raise ValueError(
-            f"linear_attn_config: kda_layers and full_attn_layers must share out 1..{layers}"
-        )
+    for layer in range(1, layers + 1):
+        if (layer in full) == (layer in kda):
+            raise ValueError(
+                f"linear_attn_config: layer {layer} (of 1..{layers}) must be in one of kda_layers "
+                "and full_attn_layers"
+            )
     return tuple("full" if layer in full else "kda" for layer in range(1, layers + 1))
 
 
@@ -121,15 +139,20 @@ def _kda(linear: dict[str, Any]) -> KDAConfig:
 
 
 def _moe(text: dict[str, Any]) -> MoEConfig:
+    if not text.get("num_experts"):
+        return MoEConfig(experts=0)
+    experts, top_k = text["num_experts"], text["num_experts_per_token"]
+    latent_width = text.get("routed_expert_hidden_size") or 0
     return MoEConfig(
-        experts=text["num_experts"],
-        top_k=text["num_experts_per_token"],
+        experts=experts,
+        top_k=top_k,
         expert_width=text["moe_intermediate_size"],
-        shared_experts=text.get("num_shared_experts", 0),
-        latent_width=text.get("routed_expert_hidden_size") or 0,
+        shared_experts=text.get("num_shared_experts") or 0,
+        latent_width=latent_width,
         latent_norm=text.get("latent_moe_use_norm", False),
         first_k_dense=text.get("first_k_dense_replace", 0),
         renormalise=text.get("moe_renormalize", True),
         scaling=text.get("routed_scaling_factor", 1.0),
-        balancing="histogram" if text.get("routed_expert_hidden_size") else "sign",
+        # K3's rule, where there is an expert left out to measure against; else Kimi Linear's.
+        balancing="histogram" if latent_width and top_k < experts else "sign",
     )

@@ -7,6 +7,7 @@ what came before is the residual's business: it adds up (`plain`), or attends ov
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -26,6 +27,9 @@ from k3jax.layers.mla import MultiHeadLatentAttention
 from k3jax.layers.stats import Stats, Sum
 from k3jax.params import declare
 from k3jax.stacking import LayerKind
+
+# What layers measure on request; a layer reports those that apply to it.
+PROBES = ("log_decay", "output_norm")
 
 type Stream = jax.Array | Depth  # the residual stream: a sum `[B, T, d]`, or sources over depth
 
@@ -132,8 +136,8 @@ class SuperBlock(nnx.Module):
             two_phase = self.config.residual.two_phase and layer.kind.starts_block
             if two_phase and isinstance(stream, Depth):
                 stream, stored[place:] = self._first_phase(stream, place)
-            run = _remat(layer, self.config.remat, tuple(probes))
-            state = nnx.state(layer)
+            graphdef, state = nnx.split(layer)
+            run = _layer_function(graphdef, self.config.remat, tuple(probes))
             before = None if cache is None else cache[place]
             stream, after, found = run(state, stream, documents, before, stored[place])
             caches.append(after)
@@ -166,12 +170,18 @@ _POLICIES: dict[str, Callable[..., bool] | None] = {
 }
 
 
-def _remat(layer: DecoderLayer, policy: str, probes: tuple[str, ...]) -> Callable[..., Any]:
-    """`layer` as a function of its state, whose backward pass recomputes what `policy` says."""
-    graphdef = nnx.graphdef(layer)
+@functools.cache
+def _layer_function(
+    graphdef: nnx.GraphDef, policy: str, probes: tuple[str, ...]
+) -> Callable[..., Any]:
+    """A layer as a function of its state, whose backward pass recomputes what `policy` says.
+
+    One function object per kind of layer, and a `jit` of its own: a decoder's equal layers are then
+    traced and differentiated once, wherever they stand.
+    """
 
     def run(state, stream, documents, cache, stored):
-        module = nnx.merge(graphdef, state)
-        return module(stream, documents=documents, cache=cache, probes=probes, stored=stored)
+        layer = nnx.merge(graphdef, state)
+        return layer(stream, documents=documents, cache=cache, probes=probes, stored=stored)
 
-    return run if policy == "none" else jax.checkpoint(run, policy=_POLICIES[policy])
+    return jax.jit(run if policy == "none" else jax.checkpoint(run, policy=_POLICIES[policy]))

@@ -11,42 +11,54 @@ import jax.numpy as jnp
 
 from k3jax.layers.documents import Documents
 
+type Streams = jax.Array | dict[str, jax.Array]  # one stream, or several by name
+
 
 def short_conv(
-    x: jax.Array, taps: jax.Array, documents: Documents, tail: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    x: Streams, taps: Streams, documents: Documents, tail: Streams | None
+) -> tuple[Streams, Streams]:
     """`y[t] = SiLU(sum_j taps[W-1-j] * x[t-j])` over the last W real tokens of a document.
 
     `x [B, T, C]`, `taps [W, C]` (the last one weighs the current token), `tail [B, W-1, C]` what
     came before the row: None or zeros where documents start; a row with another tail holds one
     document, which goes on. Returns `y [B, T, C]` and the next tail: the last W-1 real inputs.
     Products and their sum are taken in the dtype of `x`, as the official code does.
+
+    Several streams are convolved at once, each with its taps and its tail.
     """
     if tail is None:
-        tail = jnp.zeros((x.shape[0], taps.shape[0] - 1, x.shape[2]), x.dtype)
-    padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-    taps = taps.astype(x.dtype)
+        tail = jax.tree.map(_nothing_before, x, taps)
+    padded = jax.tree.map(lambda x, t: jnp.concatenate([t.astype(x.dtype), x], axis=1), x, tail)
+    taps = jax.tree.map(lambda x, w: w.astype(x.dtype), x, taps)
     y = jax.lax.cond(documents.gaps, _with_gaps, _gapless, padded, taps, documents)
-    return jax.nn.silu(y), _next_tail(padded, tail, documents)
+    after = jax.tree.map(lambda t, p: _next_tail(p, t, documents), tail, padded)
+    return jax.tree.map(jax.nn.silu, y), after
 
 
-def _gapless(padded: jax.Array, taps: jax.Array, documents: Documents) -> jax.Array:
+def _nothing_before(x: jax.Array, taps: jax.Array) -> jax.Array:
+    return jnp.zeros((x.shape[0], taps.shape[0] - 1, x.shape[2]), x.dtype)
+
+
+def _gapless(padded: Streams, taps: Streams, documents: Documents) -> Streams:
     """A row whose real tokens come first: predecessors are left neighbours."""
-    return _convolve(padded, taps, documents.positions, documents.segment_ids)
+    positions, ids = documents.positions, documents.segment_ids
+    return jax.tree.map(lambda x, w: _convolve(x, w, positions, ids), padded, taps)
 
 
-def _with_gaps(padded: jax.Array, taps: jax.Array, documents: Documents) -> jax.Array:
+def _with_gaps(padded: Streams, taps: Streams, documents: Documents) -> Streams:
     """Closes the gaps, convolves, and puts every token back where it stood."""
-    behind = padded.shape[1] - documents.order.shape[1]
-    back = jnp.argsort(documents.order, axis=1)
-    closed = permute_rows(padded[:, behind:], documents.order, back)
-    y = _convolve(
-        jnp.concatenate([padded[:, :behind], closed], axis=1),
-        taps,
-        jnp.take_along_axis(documents.positions, documents.order, axis=1),
-        jnp.take_along_axis(documents.segment_ids, documents.order, axis=1),
-    )
-    return permute_rows(y, back, documents.order)
+    order = documents.order
+    back = jnp.argsort(order, axis=1)
+    positions = jnp.take_along_axis(documents.positions, order, axis=1)
+    ids = jnp.take_along_axis(documents.segment_ids, order, axis=1)
+
+    def stream(x: jax.Array, taps: jax.Array) -> jax.Array:
+        behind = taps.shape[0] - 1
+        closed = permute_rows(x[:, behind:], order, back)
+        y = _convolve(jnp.concatenate([x[:, :behind], closed], axis=1), taps, positions, ids)
+        return permute_rows(y, back, order)
+
+    return jax.tree.map(stream, padded, taps)
 
 
 def _convolve(
@@ -62,11 +74,10 @@ def _convolve(
 
 
 def _next_tail(padded: jax.Array, tail: jax.Array, documents: Documents) -> jax.Array:
-    behind = tail.shape[1]
-    count = documents.real.sum(axis=1, dtype=jnp.int32)[:, None]
-    wanted = count + jnp.arange(behind, dtype=jnp.int32) - behind  # rank among real tokens
-    rank = jnp.take_along_axis(documents.order, jnp.maximum(wanted, 0), axis=1)
-    index = jnp.where(wanted >= 0, rank + behind, wanted + behind)
+    behind = jnp.broadcast_to(jnp.arange(tail.shape[1]), tail.shape[:2])
+    places = jnp.concatenate([behind, documents.order + tail.shape[1]], axis=1)  # padding last
+    last = documents.real.sum(axis=1, keepdims=True) + behind
+    index = jnp.take_along_axis(places, last, axis=1)
     return jnp.take_along_axis(padded, index[..., None], axis=1).astype(tail.dtype)
 
 

@@ -53,7 +53,7 @@ def documents_of(segment_ids: jax.Array) -> Documents:
         raise ValueError(
             f"segment_ids: {segment_ids.dtype}{list(segment_ids.shape)}, must be int32 [B, T]"
         )
-    if not isinstance(segment_ids, jax.core.Tracer):
+    if concrete(segment_ids):
         _check_values(np.asarray(segment_ids))
     if not under_mesh():
         return _documents(segment_ids)
@@ -74,6 +74,11 @@ def documents_of(segment_ids: jax.Array) -> Documents:
 def one_document(batch: int, length: int) -> Documents:
     """Rows of one document each, without padding."""
     return documents_of(jnp.ones((batch, length), jnp.int32))
+
+
+def concrete(x: jax.Array) -> bool:
+    """Whether the values of `x` can be looked at: not traced, and none on another host."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _check_values(ids: np.ndarray) -> None:

@@ -28,12 +28,15 @@ def situ(a: jax.Array, b: jax.Array, beta: float, linear_beta: float) -> jax.Arr
     """SiTU-GLU (K3R eq. 12): SwiGLU with both factors saturated, bounded by `beta * linear_beta`.
 
     `beta tanh(a / beta) sigmoid(a) * linear_beta tanh(b / linear_beta)`, the sigmoid of the raw
-    `a`; in a float32 island, in the dtype of `a`. Both betas to infinity give `swiglu`.
+    `a`; in a float32 island, in the dtype of `a`. With `linear_beta = 0` the second factor is `b`
+    itself. Both betas to infinity give `swiglu`.
     """
     wide = island(a.dtype)
-    a_wide, b_wide = a.astype(wide), b.astype(wide)
-    gate = beta * jnp.tanh(a_wide / beta) * jax.nn.sigmoid(a_wide)
-    return (gate * (linear_beta * jnp.tanh(b_wide / linear_beta))).astype(a.dtype)
+    gate, up = a.astype(wide), b.astype(wide)
+    gate = beta * jnp.tanh(gate / beta) * jax.nn.sigmoid(gate)
+    if linear_beta:
+        up = linear_beta * jnp.tanh(up / linear_beta)
+    return (gate * up).astype(a.dtype)
 
 
 def activation(config: FeedForwardConfig) -> Gate:

@@ -12,7 +12,7 @@ from flax import nnx
 from k3jax.config import GQAConfig
 from k3jax.layers.attention import attend, causal
 from k3jax.layers.documents import Documents
-from k3jax.layers.linear import matrix, project
+from k3jax.layers.linear import matrix, merge_heads, project, split_heads
 from k3jax.layers.rope import rotate
 from k3jax.layers.row_cache import empty, grow, write
 from k3jax.layers.stats import Max, Stats
@@ -31,6 +31,10 @@ class GQACache:
     keys: jax.Array
     values: jax.Array
     length: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[-3]
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -71,10 +75,8 @@ class GroupedQueryAttention(nnx.Module):
         """
         config = self.config
 
-        def heads(kernel: nnx.Variable) -> jax.Array:
-            return project(x, kernel).reshape(*x.shape[:2], -1, config.head_dim)
-
-        q, k, v = heads(self.query), heads(self.key), heads(self.value)
+        q = split_heads(project(x, self.query), config.heads)
+        k, v = (split_heads(project(x, w), config.kv_heads) for w in (self.key, self.value))
         if config.rope:
             before = 0 if cache is None else cache.length[:, None]
             positions = before + documents.positions
@@ -82,7 +84,7 @@ class GroupedQueryAttention(nnx.Module):
         if cache is None:
             seen = causal(documents)
         else:
-            growth = grow(documents, cache.length, cache.keys.shape[1])
+            growth = grow(documents, cache)
             cache = GQACache(
                 write(cache.keys, k, growth.slots),
                 write(cache.values, v, growth.slots),
@@ -90,7 +92,7 @@ class GroupedQueryAttention(nnx.Module):
             )
             k, v, seen = cache.keys.astype(x.dtype), cache.values.astype(x.dtype), growth.seen
         o, max_logit = attend(q, k, v, seen, config.head_dim**-0.5)
-        y = project(o.reshape(*x.shape[:2], -1).astype(x.dtype), self.out)
+        y = project(merge_heads(o).astype(x.dtype), self.out)
         return y, cache, {"max_logit": Max(max_logit)}
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> GQACache:

@@ -22,7 +22,17 @@ from jax.sharding import PartitionSpec
 from k3jax.config import KDAConfig, OptimiserRule
 from k3jax.layers.conv import short_conv
 from k3jax.layers.documents import Documents
-from k3jax.layers.linear import gain, island, matrix, normal, project, rms_norm
+from k3jax.layers.linear import (
+    gain,
+    island,
+    matrix,
+    merge_heads,
+    normal,
+    project,
+    rms_norm,
+    split_heads,
+)
+from k3jax.layers.row_cache import check, empty
 from k3jax.layers.stats import Stats, Sum
 from k3jax.parallel.local import local
 from k3jax.params import ParamSpec, declare, weight
@@ -118,8 +128,10 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[jax.Array, KDACache | None, Stats]:
         """`x [B, T, d]` -> `(y [B, T, d], cache, stats)`; y is zero at padding.
 
-        Probe `log_decay` adds g `[H, K]` (`[H, 1]`), summed over real tokens.
+        With a cache, rows go on where it ends (see `row_cache.check`). Probe `log_decay` adds g
+        `[H, K]` (`[H, 1]`), summed over real tokens.
         """
+        check(documents, cache)
         streams, tails = self._streams(x, documents, cache)
         gate = self._decay_gate(x)
         beta = project(x, self.beta) if hasattr(self, "beta") else None
@@ -127,7 +139,7 @@ class KimiDeltaAttention(nnx.Module):
         o, state = self._recur(streams, gate, beta, state, documents)
         normed = rms_norm(o.astype(island(o.dtype)), self.norm[...], self.norm_eps)
         gated = self._output_gate(x, normed).astype(x.dtype)
-        y = project(gated.reshape(*x.shape[:2], -1), self.out)
+        y = project(merge_heads(gated), self.out)
         y = jnp.where(documents.real[..., None], y, 0)
         stats: Stats = {}
         if "log_decay" in probes and gate is not None:
@@ -135,7 +147,9 @@ class KimiDeltaAttention(nnx.Module):
             g = log_decay(wide, self.a_log[...], self.dt_bias[...], form, self.config.lower_bound)
             where = documents.real[..., None, None]
             stats["log_decay"] = Sum(jnp.sum(g, axis=(0, 1), where=where))
-        return y, None if state is None else KDACache(state, tails), stats
+        if state is None or tails is None:
+            return y, None, stats
+        return y, KDACache(state, tails), stats
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KDACache:
         """The cache of `batch` rows whose documents have not begun, for activations in `dtype`.
@@ -145,10 +159,13 @@ class KimiDeltaAttention(nnx.Module):
         del capacity
         config = self.config
         behind = max(config.conv_width - 1, 0)
-        state = (batch, 1, config.heads, config.key_dim, config.value_dim)
+        state = (1, config.heads, config.key_dim, config.value_dim)
         return KDACache(
-            jnp.zeros(state, island(dtype)),
-            {s: jnp.zeros((batch, behind, w), dtype) for s, w in self._widths().items()},
+            empty(batch, state, island(dtype), None, "tensor", None, None),
+            {
+                s: empty(batch, (behind, w), dtype, None, "tensor")
+                for s, w in self._widths().items()
+            },
         )
 
     def _widths(self) -> dict[str, int]:
@@ -157,28 +174,25 @@ class KimiDeltaAttention(nnx.Module):
 
     def _streams(
         self, x: jax.Array, documents: Documents, cache: KDACache | None
-    ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    ) -> tuple[list[jax.Array], dict[str, jax.Array] | None]:
         """q, k, v as `[B, T, H, D]`, and the tails of their convolutions."""
-        streams, tails = [], {}
-        for name in self._widths():
-            stream, tail = project(x, self.stream[name]), None
-            if cache is not None:
-                tail = tails[name] = cache.tails[name]
-            if self.config.conv_width:
-                taps, spec = weight(self.taps[name], x.dtype), spec_of(stream)
-                stream, tails[name] = local(
-                    short_conv, stream, taps, documents, tail,
-                    out_specs=(spec, PartitionSpec(spec[0], None, spec[2])),
-                )  # fmt: skip
-            streams.append(stream.reshape(*x.shape[:2], self.config.heads, -1))
-        return streams, tails
+        streams = {name: project(x, self.stream[name]) for name in self._widths()}
+        tails = None if cache is None else cache.tails
+        if self.config.conv_width:
+            taps = {name: weight(self.taps[name], x.dtype) for name in streams}
+            specs = jax.tree.map(spec_of, streams)
+            ends = {name: PartitionSpec(spec[0], None, spec[2]) for name, spec in specs.items()}
+            streams, tails = local(
+                short_conv, streams, taps, documents, tails, out_specs=(specs, ends)
+            )
+        return [split_heads(streams[name], self.config.heads) for name in "qkv"], tails
 
     def _decay_gate(self, x: jax.Array) -> jax.Array | None:
         """The raw gate `[B, T, H, K]`, or `[B, T, H, 1]`; None for a rule without decay."""
         if not hasattr(self, "decay_up"):
             return None
         z = project(project(x, self.decay_down), self.decay_up)
-        return z.reshape(*x.shape[:2], self.config.heads, -1)
+        return split_heads(z, self.config.heads)
 
     def _recur(
         self,
@@ -224,6 +238,6 @@ class KimiDeltaAttention(nnx.Module):
             raw = project(project(x, self.gate_down), self.gate_up)
         else:
             raw = project(x, self.gate)
-        raw = raw.astype(normed.dtype).reshape(normed.shape)
+        raw = split_heads(raw.astype(normed.dtype), self.config.heads)
         swish = self.config.output_gate == "swish"
         return normed * (jax.nn.silu(raw) if swish else jax.nn.sigmoid(raw))

@@ -1,4 +1,4 @@
-"""Projections and RMS norms: the two things every layer is made of."""
+"""Projections, heads and RMS norms: what every layer is made of."""
 
 from __future__ import annotations
 
@@ -91,6 +91,16 @@ def _contract(sum_of: str, a: jax.Array, b: jax.Array, spec: Iterable[Any]) -> j
         out_sharding=out,
     )
     return y.astype(a.dtype)
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    """`[..., H * D]` as `[..., H, D]`, of any size, none included."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """`[..., H, D]` as `[..., H * D]`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:

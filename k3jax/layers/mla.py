@@ -21,7 +21,7 @@ from flax import nnx
 from k3jax.config import MLAConfig
 from k3jax.layers.attention import Visibility, attend, causal
 from k3jax.layers.documents import Documents
-from k3jax.layers.linear import gain, matrix, project, rms_norm
+from k3jax.layers.linear import gain, matrix, merge_heads, project, rms_norm, split_heads
 from k3jax.layers.row_cache import empty, grow, write
 from k3jax.layers.stats import Max, Stats
 from k3jax.parallel.local import local
@@ -40,6 +40,10 @@ class MLACache:
 
     latents: jax.Array
     length: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.latents.shape[-2]
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -96,11 +100,11 @@ class MultiHeadLatentAttention(nnx.Module):
         if cache is None:
             o, max_logit = self._expanded(q, latents, causal(documents))
         else:
-            growth = grow(documents, cache.length, cache.latents.shape[1])
+            growth = grow(documents, cache)
             cache = MLACache(write(cache.latents, latents, growth.slots), growth.length)
             form = self._absorbed if x.shape[1] == 1 else self._expanded
             o, max_logit = form(q, cache.latents.astype(x.dtype), growth.seen)
-        o = o.reshape(*x.shape[:2], -1)
+        o = merge_heads(o)
         if self.config.output_gate:
             o = o * jax.nn.sigmoid(project(x, self.gate).astype(o.dtype))
         y = project(o.astype(x.dtype), self.out)
@@ -121,7 +125,7 @@ class MultiHeadLatentAttention(nnx.Module):
             q = project(x, self.query_up)
         else:
             q = project(x, self.query)
-        return q.reshape(*q.shape[:2], self.config.heads, -1)
+        return split_heads(q, self.config.heads)
 
     def _latents(self, x: jax.Array) -> jax.Array:
         """`[B, T, R + rope]`: what the cache holds of a token."""
@@ -139,8 +143,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """Attention with keys and values per head: `o [B, T, H, V]` and `max_logit [H]`."""
         config = self.config
         latent, shared = jnp.split(latents, [config.kv_lora_rank], -1)
-        kv = project(latent, self.kv_up)
-        kv = kv.reshape(*kv.shape[:2], config.heads, -1)
+        kv = split_heads(project(latent, self.kv_up), config.heads)
         own, v = jnp.split(kv, [config.qk_nope_dim], -1)
         k = local(_keys, own, shared, out_specs=spec_of(own) if under_mesh() else None)
         return attend(q, k, v, seen, self._scale)
@@ -151,7 +154,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """The same with the latents as the one key and value of all heads (arXiv 2405.04434)."""
         config = self.config
         rank = config.kv_lora_rank
-        up = weight(self.kv_up, q.dtype).reshape(rank, config.heads, -1)
+        up = split_heads(weight(self.kv_up, q.dtype), config.heads)
         up_k, up_v = jnp.split(up, [config.qk_nope_dim], -1)
         own, rest = jnp.split(q, [config.qk_nope_dim], -1)
         q = jnp.concatenate([_einsum("bthn,rhn->bthr", own, up_k), rest], -1)

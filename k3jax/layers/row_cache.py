@@ -8,6 +8,7 @@ written nor seen.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from k3jax.layers.attention import Visibility, unsplit_sequence
-from k3jax.layers.documents import Documents
+from k3jax.layers.documents import Documents, concrete
 from k3jax.parallel.local import local
 from k3jax.sharding import BATCH, spec_of, under_mesh
 
@@ -40,19 +41,27 @@ def empty(batch: int, shape: tuple[int, ...], dtype: jnp.dtype, *axes: str | Non
     return jnp.zeros((batch, *shape), dtype, out_sharding=spec)
 
 
-def grow(documents: Documents, length: jax.Array, capacity: int) -> Growth:
-    """Puts the real tokens of `documents` behind the `length [B]` cached ones of each row.
+class TokenCache(Protocol):
+    """A cache of tokens: how many there are in each row, `length [B]` int32, and may be."""
 
-    Where the values are concrete, raises `ValueError` when a row holds more than one document or
-    outgrows `capacity`. Under jit nothing can be raised: a token past the capacity is not kept, so
-    no other sees it, and itself it sees the cached ones only.
+    @property
+    def length(self) -> jax.Array: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+
+def grow(documents: Documents, cache: TokenCache) -> Growth:
+    """Puts the real tokens of `documents` behind the cached ones of each row.
+
+    Raises `ValueError` as `check` does. Under jit nothing can be raised: a token past the capacity
+    is not kept, so no other sees it, and itself it sees the cached ones only.
     """
-    real = documents.real
-    total = length + real.sum(1, dtype=jnp.int32)
-    _check(documents.segment_ids, total, capacity)
+    check(documents, cache)
+    real, length, capacity = documents.real, cache.length, cache.capacity
     at = length[:, None] + documents.positions
     slots = jnp.where(real, at, capacity)
-    total = jnp.minimum(total, capacity)
+    total = jnp.minimum(length + real.sum(1, dtype=jnp.int32), capacity)
     kv_index = jax.lax.broadcasted_iota(jnp.int32, (length.size, capacity), 1)
     kept = (kv_index < total[:, None]).astype(jnp.int32)
     return Growth(slots, total, Visibility(real.astype(jnp.int32), kept, at, kv_index))
@@ -70,13 +79,29 @@ def write(buffer: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
     return local(rows, buffer, tokens, slots, out_specs=out_specs)
 
 
-def _check(segment_ids: jax.Array, total: jax.Array, capacity: int) -> None:
-    if not isinstance(segment_ids, jax.core.Tracer) and np.max(segment_ids, initial=0) > 1:
+def check(documents: Documents, cache: Any) -> None:
+    """Raises `ValueError` where `documents` do not fit `cache`, if their values are concrete.
+
+    `cache` is that of a layer, of a stack of equal layers, or a tree of those: with any, a row
+    holds one document; with one of tokens, it must not outgrow the capacity.
+    """
+    ids = documents.segment_ids
+    if not jax.tree.leaves(cache) or not concrete(ids):
+        return
+    if np.max(ids, initial=0) > 1:
         raise ValueError(
-            f"segment_ids: {np.max(segment_ids)} found, a row with a cache holds one document, id 1"
+            f"segment_ids: {np.max(ids)} found, a row with a cache holds one document, id 1"
         )
-    if not isinstance(total, jax.core.Tracer) and np.max(total, initial=0) > capacity:
-        row = int(np.argmax(total))
-        raise ValueError(
-            f"cache: row {row} would hold {total[row]} tokens, its capacity is {capacity}"
-        )
+    for part in jax.tree.leaves(cache, is_leaf=_holds_tokens):
+        if not _holds_tokens(part) or not concrete(part.length):
+            continue
+        total = np.asarray(part.length) + np.asarray(documents.real).sum(1)
+        if np.max(total, initial=0) > part.capacity:
+            row = int(np.argmax(total)) % total.shape[-1]
+            raise ValueError(
+                f"cache: row {row} would hold {total.max()} tokens, its capacity is {part.capacity}"
+            )
+
+
+def _holds_tokens(part: Any) -> bool:
+    return hasattr(part, "capacity")

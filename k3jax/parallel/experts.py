@@ -49,7 +49,7 @@ def experts_local(
     rows = take_rows(z, order // k, place)
     hidden = activation(grouped_matmul(rows, w_gate, sizes), grouped_matmul(rows, w_up, sizes))
     out = grouped_matmul(hidden, w_down, sizes)
-    out = take_rows(out, place.reshape(-1), order[:, None]).reshape(tokens, k, -1)
+    out = take_rows(out, place.reshape(-1), order[:, None]).reshape(tokens, k, out.shape[-1])
     return (weights[..., None] * out.astype(weights.dtype)).sum(axis=1).astype(z.dtype)
 
 

@@ -9,13 +9,15 @@ Implementations are registered here, fastest first; `pallas_kernels.dispatch` sa
 offer and how a call finds its own.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import dispatch
 from ..vma import vary_together
-from . import gates, recurrent
+from . import documents, gates, recurrent
 from .linear import linear_attention
 from .spec import Inputs, Spec, check, check_step
 
@@ -161,10 +163,12 @@ def kda_step(
         scale=scale,
     )
     tokens, parameters, state, live = vary_together((tokens, parameters, state, live))
+    if live is not None:
+        tokens = jax.tree.map(functools.partial(documents.mask, live), tokens)
     operands = gates.activate(spec, tokens, parameters)
     query, key = (recurrent.to_value_heads(spec, x) for x in operands[:2])
     new, o = recurrent.delta_step(state, query, key, *operands[2:])
     if live is not None:
         new = jnp.where(live[:, None, None, None], new, state)
-        o = jnp.where(live[:, None, None], o, 0)
+        o = documents.mask(live, o)
     return o.astype(spec.v_dtype), new

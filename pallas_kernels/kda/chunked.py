@@ -72,7 +72,7 @@ def by_chunks(
     if states is None:
         like = jnp.zeros_like(x.tokens.v, spec.dtype, shape=())
         states = jnp.broadcast_to(like, spec.state_shape)
-    if spec.tokens == 0:
+    if spec.batch * spec.tokens == 0:
         return x.tokens.v, states if spec.return_final_state else None
     plan = layout.plan(
         spec.batch, spec.tokens, x.segment_ids, spec.max_documents, spec.states_asked
@@ -94,7 +94,9 @@ def prepare(
     real, reset: `[B, n C]`, no padding, and where everything before is forgotten.
     """
     tokens = jax.tree.map(functools.partial(documents.mask, real), tokens)
-    q, k, v, g, beta = gates.activate(spec, tokens, parameters)
+    # The barrier: fused with what follows, these products may or may not be contracted into its
+    # additions, and the bits of a token would depend on how many spans the row has.
+    q, k, v, g, beta = jax.lax.optimization_barrier(gates.activate(spec, tokens, parameters))
     # At padding the keys are zero already; no decay and no write, and the state passes through.
     g, beta = documents.mask(real, g), documents.mask(real, beta)
     g = jnp.where(reset[..., None, None], RESET, g)
@@ -263,7 +265,7 @@ def _backward(spec, saved, cotangents):
     used = jnp.zeros(states.shape[:2], bool).at[rows[:, None], plan.slot].max(plan.begins)
     dstates = jnp.where(used[:, :, None, None, None], 0, dfinals)
     carry = (jnp.zeros_like(states[:, 0]), dstates, jax.tree.map(jnp.zeros_like, parameters))
-    xs = (_by_span(tokens, plan), layout.to_spans(do, carried.shape[0]), carried)
+    xs = (_by_span(tokens, plan), layout.to_spans(do), carried)
     (_, dstates, dparameters), dtokens = jax.lax.scan(span_step, carry, xs, reverse=True)
     return jax.tree.map(layout.from_spans, dtokens), dparameters, dstates, None
 
@@ -285,12 +287,9 @@ def from_chunks(x: jax.Array) -> jax.Array:
 
 def _by_span(tokens: Tokens, plan: Layout) -> tuple[Tokens, jax.Array, jax.Array, Edges]:
     """Tokens and their marks as `[spans, B, n C, ...]`, edges as `[spans, n, B]`."""
-    chunks = plan.slot.shape[1]
-    spans = chunks // layout.span_chunks(chunks)
-    rows = (tokens, plan.real, plan.reset)
-    tokens, real, reset = jax.tree.map(lambda x: layout.to_spans(x, spans), rows)
+    tokens, real, reset = jax.tree.map(layout.to_spans, (tokens, plan.real, plan.reset))
     edges = Edges(plan.slot, plan.begins, plan.ends)
-    edges = jax.tree.map(lambda x: x.T.reshape(spans, -1, x.shape[0]), edges)
+    edges = jax.tree.map(lambda x: x.T.reshape(-1, layout.SPAN, x.shape[0]), edges)
     return tokens, real, reset, edges
 
 

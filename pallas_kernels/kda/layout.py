@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from . import documents
 
 CHUNK = 64
+# Chunks in a span: they are prepared side by side, and one state is saved per span. One number for
+# rows of every length, so that a short row is computed by the program of a long one: what tokens
+# come later, or how many, changes no bit.
+SPAN = 4
 
 
 class Layout(NamedTuple):
@@ -83,9 +87,9 @@ def plan(
 
 def gather(layout: Layout, x: jax.Array) -> jax.Array:
     """`[B, T, ...]` to `[B, L, ...]`, zero where there is no token."""
-    length = layout.real.shape[1] if layout.source is None else layout.source.shape[1]
     if layout.source is None:
-        return jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+        spare = layout.real.shape[1] - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
     rows = jnp.arange(x.shape[0])[:, None]
     return x.at[rows, layout.source].get(mode="fill", fill_value=0)
 
@@ -97,9 +101,9 @@ def scatter(layout: Layout, x: jax.Array, tokens: int) -> jax.Array:
     return x[jnp.arange(x.shape[0])[:, None], layout.place]
 
 
-def to_spans(x: jax.Array, spans: int) -> jax.Array:
+def to_spans(x: jax.Array) -> jax.Array:
     """`[B, L, ...]` to `[spans, B, L / spans, ...]`, for a scan over spans."""
-    return jnp.moveaxis(x.reshape(x.shape[0], spans, -1, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, SPAN * CHUNK, *x.shape[2:]), 1, 0)
 
 
 def from_spans(x: jax.Array) -> jax.Array:
@@ -109,11 +113,4 @@ def from_spans(x: jax.Array) -> jax.Array:
 
 
 def _whole_spans(tokens: int) -> int:
-    chunks = -(-tokens // CHUNK)
-    span = span_chunks(chunks)
-    return -(-chunks // span) * span * CHUNK
-
-
-def span_chunks(chunks: int) -> int:
-    """Chunks in a span: they are prepared side by side, and one state is saved per span."""
-    return min(chunks, 8)
+    return -(-tokens // (SPAN * CHUNK)) * SPAN * CHUNK

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ..checks import fail
 from ..vma import vary_together
 from . import chunked, recurrent
 from .pairs import einsum
-from .spec import check, fail
+from .spec import check, with_rank
 
 
 def linear_attention(
@@ -46,7 +47,7 @@ def linear_attention(
     """
     if implementation not in (None, "chunked", "recurrent"):
         fail("implementation", f"{implementation!r} is none of chunked, recurrent")
-    v = jnp.asarray(v)
+    v = with_rank("v", v, "[B, T, HV, V]")
     spec, inputs = check(
         q,
         k,

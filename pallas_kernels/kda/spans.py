@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
+from ..checks import as_array, concrete, fail
 from ..vma import vary_together
 from . import chunked, documents
 from .pairs import einsum
-from .spec import check
+from .spec import check, width, with_rank
 
 
 class SpanMap(NamedTuple):
@@ -60,7 +62,9 @@ def span_map(
     Returns: M `[B, HV, K, K]` and N `[B, HV, K, V]`, float32 (float64). A span of padding, or of no
     tokens, is the identity.
     """
-    v = jnp.asarray(v)
+    # `check` is given k in q's place, and would name it so.
+    k = with_rank("k", k, "[B, T, H, K]")
+    width("k", k.shape[-1], "K")
     spec, x = check(
         k,
         k,
@@ -79,9 +83,8 @@ def span_map(
         max_documents=max_documents,
         return_final_state=False,
     )
-    if document_before is None:
-        document_before = jnp.zeros(spec.batch, jnp.int32)
-    x, before = vary_together((x, jnp.asarray(document_before)))
+    before = _check_before(document_before, x.segment_ids, spec.batch)
+    x, before = vary_together((x, before))
     ids = x.segment_ids
     if ids is not None:
         # Of all tokens only those of the document that is live at the end matter.
@@ -115,6 +118,26 @@ def span_map(
         own = x.initial_state.at[rows, slot].get(mode="fill", fill_value=0)
         N = jnp.where(starts, apply(SpanMap(M, N), own), N)
     return SpanMap(jnp.where(starts, 0, M), N)
+
+
+def _check_before(
+    document_before: ArrayLike | None, segment_ids: jax.Array | None, batch: int
+) -> jax.Array:
+    """`document_before [B]`, which the span's own ids may not go below."""
+    if document_before is None:
+        return jnp.zeros(batch, jnp.int32)
+    before = as_array("document_before", document_before)
+    if segment_ids is None:
+        fail("document_before", "given without segment_ids")
+    if before.shape != (batch,) or not jnp.issubdtype(before.dtype, jnp.integer):
+        fail("document_before", f"{before.dtype}{list(before.shape)} is not int32[B] = [{batch}]")
+    if concrete(before) and concrete(segment_ids):
+        ids = np.asarray(segment_ids)
+        back = ((ids > 0) & (ids < np.asarray(before)[:, None])).any(axis=1)
+        if back.any():
+            row = back.argmax()
+            fail("document_before", f"{before[row]} is above an id of the span in row {row}")
+    return before.astype(jnp.int32)
 
 
 def apply(span: SpanMap, S: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """A call of `kda` as data: its shapes, dtypes and options, and every check with its message.
 
-`check` is the only place where arguments are judged. It returns a `Spec`, which is static and
+Arguments are judged here and nowhere else. `check` returns a `Spec`, which is static and
 hashable (implementations are chosen and compiled by it), and the `Inputs`. Shapes, dtypes and
 options are checked always; values only where they are concrete, never under a transformation.
 """
@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
+
+from ..checks import as_array, concrete, fail
 
 GATE_FORMS = ("softplus", "bounded", "log_decay")
 BETA_FORMS = ("logit", "value")
@@ -89,10 +91,6 @@ class Spec:
         return (self.batch, self.max_documents, *widths)
 
 
-def fail(argument: str, problem: str) -> None:
-    raise ValueError(f"{argument}: {problem}")
-
-
 def compute_dtype(*arrays: jax.Array | None) -> str:
     """float64 if any of the arrays is, else float32."""
     wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)
@@ -101,7 +99,7 @@ def compute_dtype(*arrays: jax.Array | None) -> str:
 
 def floating(argument: str, x: ArrayLike, shape: tuple[int, ...], letters: str) -> jax.Array:
     """`x` as an array of floats of exactly this shape."""
-    array = jnp.asarray(x)
+    array = as_array(argument, x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         fail(argument, f"dtype {array.dtype} is not a floating type")
     if array.shape != shape:
@@ -109,9 +107,10 @@ def floating(argument: str, x: ArrayLike, shape: tuple[int, ...], letters: str) 
     return array
 
 
-def rank4(argument: str, x: ArrayLike, letters: str) -> jax.Array:
-    array = jnp.asarray(x)
-    if array.ndim != 4:
+def with_rank(argument: str, x: ArrayLike, letters: str) -> jax.Array:
+    """`x` as an array with one axis for each of the letters."""
+    array = as_array(argument, x)
+    if array.ndim != letters.count(",") + 1:
         fail(argument, f"shape {list(array.shape)} is not {letters}")
     return array
 
@@ -121,35 +120,23 @@ def width(argument: str, value: int, letter: str) -> None:
         fail(argument, f"{letter} = {value} is not in 1..{MAX_WIDTH}")
 
 
+def is_number(x: object) -> bool:
+    """Whether `x` is a static real number; True and False are none."""
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
 def flag(argument: str, value: bool) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         fail(argument, f"{value!r} is not True or False (it must be static)")
     return bool(value)
 
 
-def state(
-    x: ArrayLike | None, shape: tuple[int, ...], letters: str, dtype: DTypeLike
-) -> jax.Array | None:
-    """An initial state, which is held in the dtype of the recurrence and in no narrower one."""
-    if x is None:
-        return None
-    array = floating("initial_state", x, shape, letters)
-    if array.dtype != dtype:
-        fail("initial_state", f"dtype {array.dtype} is not {dtype}, in which states are held")
-    return array
-
-
 def scale_of(scale: float | None, key_width: int) -> float:
     if scale is None:
         return key_width**-0.5
-    if not isinstance(scale, (int, float, np.number)) or not math.isfinite(scale):
+    if not is_number(scale) or not math.isfinite(scale):
         fail("scale", f"{scale!r} is not a finite Python number or None (K^-0.5)")
     return float(scale)
-
-
-def concrete(x: jax.Array) -> bool:
-    """Whether the values of `x` can be read here without a transformation or another process."""
-    return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
 
 
 def check_documents(
@@ -159,31 +146,32 @@ def check_documents(
     shape: tuple[int, ...],
 ) -> jax.Array | None:
     """`segment_ids [B, T]` of integers; the values are judged where they are concrete."""
-    if not isinstance(max_documents, (int, np.integer)) or max_documents < 1:
+    whole = isinstance(max_documents, (int, np.integer)) and not isinstance(max_documents, bool)
+    if not whole or max_documents < 1:
         fail("max_documents", f"{max_documents!r} is not a positive Python int")
     if segment_ids is None:
         return None
-    ids = jnp.asarray(segment_ids)
+    ids = as_array("segment_ids", segment_ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         fail("segment_ids", f"dtype {ids.dtype} is not an integer type")
     if ids.shape != shape:
         fail("segment_ids", f"shape {list(ids.shape)} is not [B, T] = {list(shape)}")
-    ids = ids.astype(jnp.int32)
     if concrete(ids) and ids.size:
-        values = np.asarray(ids)
-        if values.min() < 0:
-            fail("segment_ids", f"{values.min()} is negative (0 is padding)")
-        running = np.maximum.accumulate(values, axis=1)
-        if ((values > 0) & (values < running)).any():
-            row = int(np.argmax(((values > 0) & (values < running)).any(axis=1)))
-            fail("segment_ids", f"row {row} decreases over real tokens")
+        # As they were given: jax wraps without a word what its own integers do not hold.
+        values = np.asarray(segment_ids)
+        if values.min() < 0 or values.max() > np.iinfo(np.int32).max:
+            worst = values.min() if values.min() < 0 else values.max()
+            fail("segment_ids", f"{worst} is not in 0 (padding) .. 2^31 - 1")
+        back = (values > 0) & (values < np.maximum.accumulate(values, axis=1))
+        if back.any():
+            fail("segment_ids", f"row {back.any(axis=1).argmax()} decreases over real tokens")
         if states_asked and values.max() > max_documents:
             fail(
                 "max_documents",
                 f"{max_documents} is below segment_ids' largest id {values.max()}, and packed "
                 "states need a slot for every document",
             )
-    return ids
+    return ids.astype(jnp.int32)
 
 
 def check_gate(
@@ -194,10 +182,9 @@ def check_gate(
     lower_bound: float,
     lead: tuple[int, ...],
     key_width: int,
+    axes: str,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The gate and its parameters; `lead` is `[B, T, HV]`."""
-    value_heads = lead[-1]
-    letters = "[B, T, HV, K or 1]"
+    """The gate and its parameters; `lead` is the shape of beta, `[axes, HV]`."""
     if gate_form not in GATE_FORMS:
         fail("gate_form", f"{gate_form!r} is none of {', '.join(GATE_FORMS)}")
     for name, parameter in (("a_log", a_log), ("dt_bias", dt_bias)):
@@ -207,30 +194,33 @@ def check_gate(
             fail(name, "given, but gate_form='log_decay' takes a ready log decay")
     if gate is None:
         return None, None, None
-    if gate_form == "bounded" and not (
-        isinstance(lower_bound, (int, float, np.number)) and -math.inf < lower_bound < 0
-    ):
+    if gate_form == "bounded" and not (is_number(lower_bound) and -math.inf < lower_bound < 0):
         fail("lower_bound", f"{lower_bound!r} is not a finite Python number below 0")
-    gate = jnp.asarray(gate)
-    gate_width = gate.shape[-1] if gate.ndim else 0
-    if gate_width not in (1, key_width):
-        fail("gate", f"shape {list(gate.shape)} is not {letters} = {[*lead, key_width]} or 1 last")
+    letters = f"[{axes}, HV, K or 1]"
+    gate = with_rank("gate", gate, letters)
+    gate_width = 1 if gate.shape[-1] == 1 else key_width
     gate = floating("gate", gate, (*lead, gate_width), letters)
     if a_log is not None:
-        a_log = floating("a_log", a_log, (value_heads,), "[HV]")
+        a_log = floating("a_log", a_log, lead[-1:], "[HV]")
     if dt_bias is not None:
-        dt_bias = floating("dt_bias", dt_bias, (value_heads, gate_width), "[HV, gate's last axis]")
-    if gate_form == "log_decay" and concrete(gate) and (np.asarray(gate) > 0).any():
-        fail("gate", "a log decay above 0, and gate_form='log_decay' takes values <= 0")
+        dt_bias = floating("dt_bias", dt_bias, (lead[-1], gate_width), "[HV, gate's last axis]")
     return gate, a_log, dt_bias
 
 
-def check_beta_form(beta_form: str) -> None:
-    if beta_form not in BETA_FORMS:
-        fail("beta_form", f"{beta_form!r} is none of {', '.join(BETA_FORMS)}")
+def check_decay(gate: jax.Array, real: jax.Array | None) -> None:
+    """A ready log decay is at most 0, save where there is no real token (`real` of `lead`)."""
+    if not concrete(gate) or (real is not None and not concrete(real)):
+        return
+    above = np.asarray(gate) > 0
+    if real is not None:
+        above &= np.asarray(real)[..., None, None]
+    if above.any():
+        worst = np.asarray(gate)[above].max()
+        fail("gate", f"{worst} is above 0, and gate_form='log_decay' takes log decays <= 0")
 
 
-def check(
+def _judge(
+    axes: str,
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
@@ -244,35 +234,28 @@ def check(
     lower_bound: float,
     qk_l2norm: bool,
     scale: float | None,
-    initial_state: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    max_documents: int,
-    return_final_state: bool,
 ) -> tuple[Spec, Inputs]:
-    """Judges the arguments of `kda` and describes the call; raises ValueError in one line."""
-    q, v = rank4("q", q, "[B, T, H, K]"), rank4("v", v, "[B, T, HV, V]")
-    batch, tokens, heads, key_width = q.shape
-    value_heads, value_width = v.shape[2:]
-    q = floating("q", q, q.shape, "[B, T, H, K]")
-    k = floating("k", k, q.shape, "[B, T, H, K] of q")
-    v = floating("v", v, (batch, tokens, value_heads, value_width), "[B, T, HV, V]")
+    """Judges what rows of tokens (`axes` "B, T") and single tokens ("B") have in common.
+
+    Returns: the call without documents and states, which are the caller's to add.
+    """
+    q, v = with_rank("q", q, f"[{axes}, H, K]"), with_rank("v", v, f"[{axes}, HV, V]")
+    *lead, heads, key_width = q.shape
+    value_heads, value_width = v.shape[-2:]
+    q = floating("q", q, q.shape, f"[{axes}, H, K]")
+    k = floating("k", k, q.shape, f"[{axes}, H, K] of q")
+    v = floating("v", v, (*lead, value_heads, value_width), f"[{axes}, HV, V]")
     width("q", key_width, "K")
     width("v", value_width, "V")
     if heads < 1 or value_heads < 1 or value_heads % heads:
         fail("v", f"HV = {value_heads} is not a multiple of q's H = {heads}")
-    lead = (batch, tokens, value_heads)
-    beta = floating("beta", beta, lead, "[B, T, HV]")
-    gate, a_log, dt_bias = check_gate(gate, a_log, dt_bias, gate_form, lower_bound, lead, key_width)
-    check_beta_form(beta_form)
-    qk_l2norm = flag("qk_l2norm", qk_l2norm)
-    return_final_state = flag("return_final_state", return_final_state)
-    ids = check_documents(
-        segment_ids, max_documents, initial_state is not None or return_final_state, q.shape[:2]
+    beta = floating("beta", beta, (*lead, value_heads), f"[{axes}, HV]")
+    gate, a_log, dt_bias = check_gate(
+        gate, a_log, dt_bias, gate_form, lower_bound, beta.shape, key_width, axes
     )
-    given = None if initial_state is None else jnp.asarray(initial_state)
-    dtype = compute_dtype(q, k, v, gate, beta, a_log, dt_bias, given)
-    shape = (batch, int(max_documents), value_heads, key_width, value_width)
-    given = state(given, shape, "[B, max_documents, HV, K, V]", dtype)
+    if beta_form not in BETA_FORMS:
+        fail("beta_form", f"{beta_form!r} is none of {', '.join(BETA_FORMS)}")
+    batch, tokens = (*lead, 1)[:2]
     spec = Spec(
         batch=batch,
         tokens=tokens,
@@ -286,21 +269,72 @@ def check(
         v_dtype=v.dtype.name,
         gate_dtype="" if gate is None else gate.dtype.name,
         beta_dtype=beta.dtype.name,
-        dtype=dtype,
+        dtype=compute_dtype(q, k, v, gate, beta, a_log, dt_bias),
         gate_form=gate_form,
         beta_form=beta_form,
         lower_bound=float(lower_bound) if gate_form == "bounded" else 0.0,
-        qk_l2norm=qk_l2norm,
+        qk_l2norm=flag("qk_l2norm", qk_l2norm),
         scale=scale_of(scale, key_width),
         has_a_log=a_log is not None,
         has_dt_bias=dt_bias is not None,
-        has_initial_state=given is not None,
+        has_initial_state=False,
+        packed=False,
+        max_documents=1,
+        return_final_state=False,
+    )
+    return spec, Inputs(Tokens(q, k, v, gate, beta), Parameters(a_log, dt_bias), None, None)
+
+
+def _with_state(
+    spec: Spec, argument: str, x: ArrayLike, shape: tuple[int, ...], letters: str
+) -> tuple[Spec, jax.Array]:
+    """The call with a state, held in the dtype of the recurrence and in no narrower one."""
+    array = floating(argument, x, shape, letters)
+    dtype = "float64" if array.dtype == jnp.float64 else spec.dtype
+    if array.dtype != dtype:
+        fail(argument, f"dtype {array.dtype} is not {dtype}, in which states are held")
+    return dataclasses.replace(spec, dtype=dtype, has_initial_state=True), array
+
+
+def check(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    gate: ArrayLike | None,
+    beta: ArrayLike,
+    *,
+    initial_state: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    max_documents: int,
+    return_final_state: bool,
+    **options: Any,
+) -> tuple[Spec, Inputs]:
+    """Judges the arguments of `kda` and describes the call; raises ValueError in one line.
+
+    `options` are the other keyword arguments of `kda`, all but `implementation`.
+    """
+    spec, x = _judge("B, T", q, k, v, gate, beta, **options)
+    return_final_state = flag("return_final_state", return_final_state)
+    ids = check_documents(
+        segment_ids,
+        max_documents,
+        initial_state is not None or return_final_state,
+        (spec.batch, spec.tokens),
+    )
+    spec = dataclasses.replace(
+        spec,
         packed=ids is not None,
         max_documents=int(max_documents),
         return_final_state=return_final_state,
     )
-    inputs = Inputs(Tokens(q, k, v, gate, beta), Parameters(a_log, dt_bias), given, ids)
-    return spec, inputs
+    if initial_state is not None:
+        letters = "[B, max_documents, HV, K, V]"
+        spec, initial_state = _with_state(
+            spec, "initial_state", initial_state, spec.state_shape, letters
+        )
+    if x.tokens.gate is not None and spec.gate_form == "log_decay":
+        check_decay(x.tokens.gate, None if ids is None else ids > 0)
+    return spec, x._replace(initial_state=initial_state, segment_ids=ids)
 
 
 def check_step(
@@ -309,39 +343,23 @@ def check_step(
     v: ArrayLike,
     gate: ArrayLike | None,
     beta: ArrayLike,
-    carry: ArrayLike,
+    state: ArrayLike,
     active: ArrayLike | None,
     **options: Any,
 ) -> tuple[Spec, Tokens, Parameters, jax.Array, jax.Array | None]:
-    """Judges the arguments of `kda_step`: those of `kda` with T = 1, without the token axis.
+    """Judges the arguments of `kda_step`.
 
-    Returns: the call as one of a single token, the tokens without their token axis, the gate's
-    parameters, the state and the mask of active rows.
+    Returns: the call as one of a row of a single token, the tokens (which have no token axis), the
+    gate's parameters, the state and the mask of active rows.
     """
-
-    def with_tokens(argument: str, x: ArrayLike, rank: int) -> jax.Array:
-        array = jnp.asarray(x)
-        if array.ndim != rank:
-            fail(argument, f"shape {list(array.shape)} has not {rank} axes (no token axis)")
-        return array[:, None]
-
-    spec, inputs = check(
-        with_tokens("q", q, 3),
-        with_tokens("k", k, 3),
-        with_tokens("v", v, 3),
-        None if gate is None else with_tokens("gate", gate, 3),
-        with_tokens("beta", beta, 2),
-        initial_state=with_tokens("state", carry, 4),
-        segment_ids=None,
-        max_documents=1,
-        return_final_state=True,
-        **options,
-    )
-    tokens = jax.tree.map(lambda x: x[:, 0], inputs.tokens)
-    assert inputs.initial_state is not None
-    state = inputs.initial_state[:, 0]
+    spec, x = _judge("B", q, k, v, gate, beta, **options)
+    slots = spec.state_shape
+    spec, state = _with_state(spec, "state", state, (slots[0], *slots[2:]), "[B, HV, K, V]")
     if active is not None:
-        active = jnp.asarray(active)
+        active = as_array("active", active)
         if active.shape != (spec.batch,) or active.dtype != jnp.bool_:
             fail("active", f"{active.dtype}{list(active.shape)} is not bool[B] = [{spec.batch}]")
-    return spec, tokens, inputs.parameters, state, active
+    if x.tokens.gate is not None and spec.gate_form == "log_decay":
+        check_decay(x.tokens.gate, active)
+    spec = dataclasses.replace(spec, return_final_state=True)
+    return spec, x.tokens, x.parameters, state, active

@@ -13,7 +13,7 @@ from k3jax.layers import balancing
 from k3jax.layers.balancing import load_ratio, statistics, update_balancing
 from k3jax.layers.router import QuantileRouter, route
 from k3jax.layers.stats import reduce_stats
-from k3jax.params import BalancingState, stack
+from k3jax.params import BalancingState, initialise, stack
 
 RULES = ("none", "sign", "quantile", "histogram")
 D = 257
@@ -165,9 +165,9 @@ def test_state_of_a_model_is_updated_by_path():
 
     class Model(nnx.Module):
         def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.one = QuantileRouter(config, D, rngs=rngs)
-            self.blocks = nnx.List([stack(lambda: QuantileRouter(config, D, rngs=None), 3, rngs)])
+            self.one = QuantileRouter(config, D, rngs=None)
+            self.blocks = nnx.List([stack(QuantileRouter(config, D, rngs=None), 3)])
+            initialise(self, nnx.Rngs(0))
 
     kernels = [skewed_kernel(i, 8, 1.0) for i in range(4)]
     x, zero, everything = skewed_tokens(9, 100), jnp.zeros(8), jnp.ones(100, bool)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from k3jax.config import MLAConfig
 from k3jax.layers.documents import documents_of, one_document
-from k3jax.layers.mla import MultiHeadLatentAttention
+from k3jax.layers.mla import MLACache, MultiHeadLatentAttention
 from k3jax.layers.row_cache import grow
 from k3jax.params import partition_specs, specs
 from tests.layers.rows import (
@@ -97,12 +97,12 @@ def test_bfloat16():
 
 
 def test_past_the_capacity():
-    length = jnp.array([2, 1], jnp.int32)
-    with pytest.raises(ValueError, match="cache: row 0 would hold 4 tokens, its capacity is 3"):
-        grow(one_document(2, 2), length, 3)
+    cache = MLACache(jnp.zeros((2, 3, 4)), jnp.array([1, 2], jnp.int32))
+    with pytest.raises(ValueError, match="cache: row 1 would hold 4 tokens, its capacity is 3"):
+        grow(one_document(2, 2), cache)
     two = documents_of(np.array([[1, 1], [1, 2]], np.int32))
     with pytest.raises(ValueError, match="segment_ids: 2 found, a row with a cache holds one"):
-        grow(two, length, 9)
+        grow(two, cache)
 
     # Under jit a fourth token is dropped: it changes nothing and reads the three that are kept.
     graphdef, state = layer_of(PLAIN, dtype=jnp.float32)

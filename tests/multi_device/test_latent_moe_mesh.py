@@ -23,7 +23,7 @@ from k3jax.sharding import activation_spec, make_mesh
 
 ROWS, TOKENS, D = 8, 6, 16
 MESHES = [
-    (MeshConfig(data=2, fsdp=2, context=2), "histogram"),
+    (MeshConfig(data=2, fsdp=4), "histogram"),
     (MeshConfig(data=2, expert=2, tensor=2), "quantile"),
 ]
 

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import check, cost, kda, kda_step, linear_attention
+from pallas_kernels.kda.spans import span_map
 
 B, T, H, HV, K, V = 2, 6, 2, 4, 8, 5
 DEFAULTS = {
@@ -26,6 +27,9 @@ def ones(*shape, dtype=np.float32):
 
 
 BAD = [
+    ("q", "None is not an array", {"q": None}),
+    ("beta", "'strong' is not an array", {"beta": "strong"}),
+    ("k", "is not an array", {"k": [[1.0], [1.0, 2.0]]}),
     ("q", "floating", {"q": ones(B, T, H, K, dtype=np.int32)}),
     ("q", r"\[B, T, H, K\]", {"q": ones(B, T, H * K)}),
     ("k", "of q", {"k": ones(B, T, H, K + 1)}),
@@ -33,7 +37,7 @@ BAD = [
     ("v", r"\[B, T, HV, V\]", {"v": ones(B, T + 1, HV, V)}),
     ("q", "K = 257", {"q": ones(B, T, H, 257), "k": ones(B, T, H, 257)}),
     ("v", "V = 300", {"v": ones(B, T, HV, 300)}),
-    ("gate", "or 1 last", {"gate": ones(B, T, HV, 3)}),
+    ("gate", "K or 1", {"gate": ones(B, T, HV, 3)}),
     ("gate", r"\[B, T, HV, K or 1\]", {"gate": ones(B, T, H, K)}),
     ("gate", "above 0", {"gate_form": "log_decay"}),
     ("beta", r"\[B, T, HV\]", {"beta": ones(B, T, H)}),
@@ -49,14 +53,17 @@ BAD = [
     ("lower_bound", "below 0", {"gate_form": "bounded", "lower_bound": 0.0}),
     ("lower_bound", "below 0", {"gate_form": "bounded", "lower_bound": None}),
     ("scale", "finite", {"scale": float("nan")}),
+    ("scale", "finite", {"scale": True}),
     ("qk_l2norm", "True or False", {"qk_l2norm": 1}),
     ("max_documents", "positive", {"max_documents": 0}),
+    ("max_documents", "positive", {"max_documents": True}),
     ("initial_state", r"max_documents", {"initial_state": ones(B, 2, HV, K, V)}),
     ("initial_state", "float32", {"initial_state": ones(B, 1, HV, K, V, dtype=np.float16)}),
     ("initial_state", r"HV, K, V", {"initial_state": ones(B, 1, HV, V, K)}),
     ("segment_ids", "integer", {"segment_ids": ones(B, T)}),
     ("segment_ids", r"\[B, T\]", {"segment_ids": ones(T, dtype=np.int32)}),
-    ("segment_ids", "negative", {"segment_ids": -ones(B, T, dtype=np.int32)}),
+    ("segment_ids", r"-1 is not in 0 \(padding\)", {"segment_ids": -ones(B, T, dtype=np.int32)}),
+    ("segment_ids", "1099511627776 is not in", {"segment_ids": np.full((B, T), 2**40)}),
     ("segment_ids", "row 1 decreases", {"segment_ids": np.array([[1] * 6, [2, 2, 0, 1, 1, 1]])}),
     (
         "max_documents",
@@ -96,7 +103,9 @@ def test_step_and_linear_attention_refuse_in_the_same_words():
     state = ones(B, HV, K, V)
     for argument, change in (
         ("state", {"state": state[:, None]}),
-        ("initial_state", {"state": state.astype(np.float16)}),
+        ("state", {"state": state.astype(np.float16)}),
+        ("state", {"state": np.swapaxes(state, 2, 3)}),
+        ("state", {"state": None}),
         ("q", {"q": x["q"]}),
         ("dt_bias", {"dt_bias": ones(HV)}),
         ("active", {"active": ones(B)}),
@@ -107,6 +116,38 @@ def test_step_and_linear_attention_refuse_in_the_same_words():
         linear_attention(x["q"], x["k"], x["v"], implementation="triton")
     with pytest.raises(ValueError, match=r"^gate: .*above 0"):
         linear_attention(x["q"], x["k"], x["v"], x["gate"])
+
+
+def test_span_map_refuses_in_the_same_words():
+    x = {n: y for n, y in arguments().items() if n != "q"}
+    x |= {"gate_form": "softplus", "beta_form": "logit", "segment_ids": np.full((B, T), 2)}
+    for argument, change in (
+        ("k", {"k": ones(B, T, 257)}),
+        ("k", {"k": ones(B, T, H, 257)}),
+        ("document_before", {"document_before": np.zeros(B + 1, np.int32)}),
+        ("document_before", {"document_before": ones(B)}),
+        ("document_before", {"document_before": np.array([1, 3])}),
+        ("document_before", {"document_before": np.ones(B, np.int32), "segment_ids": None}),
+    ):
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            span_map(**(x | change))
+
+
+def test_a_log_decay_is_judged_at_real_tokens_only():
+    x = arguments()
+    ids = np.array([[0, 1, 1, 0, 1, 1]] * B)
+    x["gate"] = np.where(ids[..., None, None] > 0, -1, np.float32(1e9)) * x["gate"]
+    check(**x, **(DEFAULTS | {"gate_form": "log_decay", "segment_ids": ids}))
+    with pytest.raises(ValueError, match=r"^gate: 1e\+09 is above 0"):
+        check(**x, **(DEFAULTS | {"gate_form": "log_decay"}))
+
+
+@pytest.mark.parametrize("implementation", dispatch.names("kda"))
+def test_no_rows(implementation):
+    x = {n: y[:0] for n, y in arguments().items()}
+    options = {"gate_form": "softplus", "beta_form": "logit", "return_final_state": True}
+    o, state = kda(**x, **options, implementation=implementation)
+    assert o.shape == (0, T, HV, V) and state.shape == (0, 1, HV, K, V)
 
 
 class _Refuses:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.kda import kda, kda_step
+from pallas_kernels.kda import kda, kda_step, scaling
 from pallas_kernels.kda.tolerances import TOLERANCES, relative_rms
 from tests.pallas_kernels.kda_suite import QUICK, rng
 
@@ -134,35 +134,26 @@ def test_steps_are_the_row_token_by_token_in_a_donated_state():
     assert relative_rms(state, final[:, 0]) < 1e-6
 
 
-def temporary_mib(T, H, D, packed):
-    tokens = {n: jax.ShapeDtypeStruct((1, T, H, D), jnp.float32) for n in ("q", "k", "v", "gate")}
-    tokens |= {"beta": jax.ShapeDtypeStruct((1, T, H), jnp.float32)}
-    tokens |= {"a_log": jax.ShapeDtypeStruct((H,), jnp.float32)}
-    states = {"max_documents": 8, "return_final_state": True} if packed else {}
-
-    def both(x, ids, do):
-        def o(x):
-            return kda(**x, segment_ids=ids if packed else None, **OPTIONS, **states)[0]
-
-        out, pull = jax.vjp(o, x)
-        return out, pull(do)
-
-    ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
-    compiled = quick(both).lower(tokens, ids, tokens["v"]).compile()
-    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+def temporary_mib(tokens, documents):
+    program = scaling.compile_for(scaling.with_gradients, tokens, 4, 128, documents)
+    return scaling.temporary_mib(program)
 
 
 def test_a_gradient_of_16384_tokens_takes_less_than_a_gibibyte():
-    assert temporary_mib(16384, 4, 128, packed=False) < 512
+    assert temporary_mib(16384, documents=8) < 512
 
 
 @pytest.mark.full
-def test_memory_is_linear_in_the_length():
+@pytest.mark.parametrize("documents", [0, 8])
+def test_memory_is_linear_in_the_length(documents):
     lengths = (4096, 16384, 65536)
-    for packed in (False, True):
-        table = [temporary_mib(T, 4, 128, packed) for T in lengths]
-        for T, mib in zip(lengths, table, strict=True):
-            print(f"T={T} H=4 D=128 float32 packed={packed}: {mib:.0f} MiB above arguments")
-        assert table[1] < 1024
-        slopes = np.diff(table) / np.diff(lengths)
-        assert slopes[1] < 1.25 * slopes[0]
+    slopes = np.diff([temporary_mib(T, documents) for T in lengths]) / np.diff(lengths)
+    assert slopes[1] < 1.25 * slopes[0]
+
+
+def test_the_table_of_time_and_memory(monkeypatch, capsys):
+    sizes = ["--tokens", "70", "--heads", "1", "--width", "8"]
+    monkeypatch.setattr("sys.argv", ["scaling", *sizes])
+    scaling.main()
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[0] == "70" and len(row) == 7
