@@ -21,6 +21,7 @@ from . import kda
 
 def inputs(tokens: int, heads: int, width: int, documents: int) -> dict[str, jax.Array]:
     """Random arguments of `kda`, K = V = width; `documents` equal ones with states, or 0."""
+    shapes: dict[str, tuple[int, ...]]
     shapes = {n: (1, tokens, heads, width) for n in ("q", "k", "v", "gate")}
     shapes |= {"beta": (1, tokens, heads), "a_log": (heads,), "dt_bias": (heads, width)}
     if documents:
@@ -32,7 +33,7 @@ def inputs(tokens: int, heads: int, width: int, documents: int) -> dict[str, jax
     return x
 
 
-def forward(x: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, ...]:
+def forward(x: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     """o, and the final states of packed documents."""
     states = x.get("initial_state")
     if states is not None:
@@ -59,7 +60,8 @@ def compile_for(
 
 def temporary_mib(compiled: jax.stages.Compiled) -> float:
     """What a compiled program takes above its arguments and results."""
-    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+    sizes = compiled.memory_analysis()
+    return sizes.temp_size_in_bytes / 2**20 if sizes else float("nan")
 
 
 def seconds(compiled: jax.stages.Compiled, x: dict[str, jax.Array], repeats: int = 3) -> float:
