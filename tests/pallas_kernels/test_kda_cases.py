@@ -18,7 +18,7 @@ import pytest
 from pallas_kernels.kda import kda, kda_step, spans
 from pallas_kernels.kda.gates import log_decay
 from pallas_kernels.kda.tolerances import relative_rms
-from tests.pallas_kernels.kda_suite import QUICK, compare, evaluate, oracle, rng
+from tests.pallas_kernels.kda_suite import QUICK, TOKENS, compare, evaluate, oracle, rng
 
 BOUNDED = {"gate_form": "bounded", "beta_form": "logit", "return_final_state": True}
 SLOTS = BOUNDED | {"max_documents": 6}
@@ -197,33 +197,47 @@ def test_22_later_tokens_change_no_bit_of_earlier_rows(bounded):
         bits(a[name], b[name], slice(40))
 
 
-def test_22_a_longer_row_has_the_same_bits():
-    # 127 tokens are one span and 300 are two: a loop of one step is compiled as no loop.
-    x = inputs(83, T=300)
-    short = {n: y[:, :127] for n, y in x.items()} | {n: x[n] for n in x if n.endswith("state")}
-    x["do"][:, 127:] = 0
-    x["dfinal_state"] *= 0
-    short["dfinal_state"] = x["dfinal_state"]
-    a, b = evaluate(x, "chunked", **BOUNDED), evaluate(short, "chunked", **BOUNDED)
-    for name in ("o", "dq", "dk", "dv", "dgate", "dbeta"):
-        bits(a[name], b[name], slice(127))
-    bits(a["dinitial_state"], b["dinitial_state"])
+# Without optimisations LLVM contracts a product and a sum in one loop and not in the next.
+ORDINARY = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def test_22_49_83_truncated_and_resumed_rows_have_the_same_bits():
+    # 64 and 256 tokens are one span, and 320 are two: a loop of one step is compiled as no loop.
     x = inputs(83, T=320)
     x["v"], x["initial_state"] = x["v"][..., :8], x["initial_state"][..., :8]
+    x = {n: jnp.float32(x[n]) for n in ("q", "k", "v", "gate", "beta", "initial_state")}
+    call = jax.jit(functools.partial(kda, **BOUNDED), compiler_options=ORDINARY)
 
     def part(state, rows):
-        y = {n: x[n][:, rows] for n in ("q", "k", "v", "gate", "beta")}
-        return forward(y | {"initial_state": state}, "chunked", "float32", **BOUNDED)
+        return call(**{n: x[n][:, rows] for n in TOKENS}, initial_state=state)
 
     whole, end = part(x["initial_state"], slice(None))
     first, state = part(x["initial_state"], slice(256))
     rest, last = part(state, slice(256, None))
     bits(np.concatenate([first, rest], axis=1), whole)
     bits(last, end)
-    bits(part(x["initial_state"], slice(40))[0], whole[:, :40])
+    bits(part(x["initial_state"], slice(64))[0], whole[:, :64])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("T", [40, 64, 127, 500])
+def test_22_gradients_of_a_prefix_have_the_same_bits_in_a_longer_row(T):
+    x = inputs(22, T=600)
+    x = {n: jnp.float32(x[n]) for n in (*TOKENS, "do")}
+
+    def gradients(x, do):
+        def o(x):
+            return kda(**x, gate_form="bounded", beta_form="logit")[0]
+
+        out, pull = jax.vjp(o, x)
+        return {"o": out} | pull(do)[0]
+
+    call = jax.jit(gradients, compiler_options=ORDINARY)
+    do = x.pop("do")
+    long = call(x, do.at[:, T:].set(0))
+    short = call({n: y[:, :T] for n, y in x.items()}, do[:, :T])
+    for name, y in short.items():
+        bits(long[name], y, slice(T))
 
 
 def test_24_pairs_with_themselves_have_no_gate_gradient():

@@ -151,6 +151,7 @@ def test_memory_is_linear_in_the_length(documents):
     assert slopes[1] < 1.25 * slopes[0]
 
 
+@pytest.mark.full
 def test_the_table_of_time_and_memory(monkeypatch, capsys):
     sizes = ["--tokens", "70", "--heads", "1", "--width", "8"]
     monkeypatch.setattr("sys.argv", ["scaling", *sizes])
