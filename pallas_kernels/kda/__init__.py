@@ -52,7 +52,8 @@ def kda(
 
     Everything inside is float32 (float64 if any input is), whatever the inputs are held in. K and
     V are at most 256; HV is a multiple of H, and value head h reads query head h // (HV / H); any
-    T >= 0. Inputs are never overwritten.
+    T >= 0. Inputs are never overwritten. A gradient has the dtype of its input: that of a saturated
+    gate held in float16 underflows.
 
     Args:
       q, k: `[B, T, H, K]`.

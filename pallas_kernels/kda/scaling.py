@@ -5,6 +5,9 @@
 One row of float32 tokens with random values, jitted: the forward pass alone, and together with the
 gradient of every input. `MiB` is what the compiled program takes above its arguments and results.
 With `--documents` the row holds that many, with an initial and a final state for each.
+
+Compiled for a CPU, with gradients, H = 4 and D = 128, `chunked` takes 70, 209 and 834 MiB for
+4,096, 16,384 and 65,536 tokens, and 122, 391 and 1,498 MiB where they are eight documents.
 """
 
 import argparse
