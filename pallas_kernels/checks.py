@@ -24,4 +24,4 @@ def as_array(argument: str, x: ArrayLike) -> jax.Array:
 
 def concrete(x: jax.Array) -> bool:
     """Whether the values of `x` can be read here without a transformation or another process."""
-    return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)

@@ -135,7 +135,7 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, jsonl_field: str)
     meta = {
         "source": source.name,
         "tokenizer": tokenizer.fingerprint,
-        "files": {path.name: _file_digest(path) for path in sorted(folder.iterdir())},
+        "files": {path.name: file_digest(path) for path in sorted(folder.iterdir())},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2))
     for path in folder.iterdir():
@@ -169,12 +169,13 @@ def _publish(partial: Path, folder: Path) -> None:
 def _is_whole(folder: Path) -> bool:
     try:
         files = json.loads((folder / "meta.json").read_text())["files"]
-        return all(_file_digest(folder / name) == digest for name, digest in files.items())
+        return all(file_digest(folder / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

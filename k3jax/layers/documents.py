@@ -14,6 +14,7 @@ import numpy as np
 
 from k3jax.parallel.local import local
 from k3jax.sharding import SEQUENCE, spec_of, under_mesh
+from pallas_kernels.checks import concrete
 
 
 @jax.tree_util.register_dataclass
@@ -74,11 +75,6 @@ def documents_of(segment_ids: jax.Array) -> Documents:
 def one_document(batch: int, length: int) -> Documents:
     """Rows of one document each, without padding."""
     return documents_of(jnp.ones((batch, length), jnp.int32))
-
-
-def concrete(x: jax.Array) -> bool:
-    """Whether the values of `x` can be looked at: not traced, and none on another host."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _check_values(ids: np.ndarray) -> None:

@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from k3jax.layers.attention import Visibility, unsplit_sequence
-from k3jax.layers.documents import Documents, concrete
+from k3jax.layers.documents import Documents
 from k3jax.parallel.local import local
 from k3jax.sharding import BATCH, spec_of, under_mesh
+from pallas_kernels.checks import concrete
 
 
 @jax.tree_util.register_dataclass

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from k3jax.config import ExperimentConfig, TrainConfig
+from k3jax.data.tokens import file_digest
 from k3jax.flags import differences, from_json, to_json
 from k3jax.train.state import TrainState
 from k3jax.train.workdir import changed_for_life
@@ -226,7 +227,7 @@ def _damage(path: Path) -> str | None:
         for name, expected in record["files"].items():
             if not (path / name).is_file():
                 return f"{name} is missing"
-            if _file_digest(path / name) != expected:
+            if file_digest(path / name) != expected:
                 return f"{name} is damaged"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"damaged or missing: {_first_line(error)}"
@@ -241,12 +242,7 @@ def _items(path: Path) -> dict[str, str]:
 def _digests(directory: Path) -> dict[str, str]:
     """The digest of each file in the folders of `directory`."""
     files = sorted(path for path in directory.glob("*/**/*") if path.is_file())
-    return {str(path.relative_to(directory)): _file_digest(path) for path in files}
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {str(path.relative_to(directory)): file_digest(path) for path in files}
 
 
 def _sha256(data: bytes) -> str:

@@ -3,11 +3,6 @@
 Run as a program, this file does the comparison: fake devices must be asked for before jax starts.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +15,7 @@ from k3jax.layers.latent_moe import LatentMoE
 from k3jax.layers.stats import reduce_stats
 from k3jax.params import BalancingState, partition_specs
 from k3jax.sharding import activation_spec, make_mesh
+from tests.multi_device.eight_devices import run_on_eight_devices
 
 ROWS, TOKENS, D = 8, 6, 16
 MESHES = [
@@ -81,17 +77,7 @@ def main():
 
 
 def test_eight_devices_equal_one():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multi_device.test_latent_moe_mesh"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "8 devices agree\n"
+    run_on_eight_devices("tests.multi_device.test_latent_moe_mesh")
 
 
 if __name__ == "__main__":

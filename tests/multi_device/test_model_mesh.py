@@ -3,11 +3,6 @@
 Run as a program, this file does the comparison: fake devices must be asked for before jax starts.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 from flax import nnx
@@ -25,6 +20,7 @@ from k3jax.layers.documents import documents_of
 from k3jax.model import Decoder, next_token_loss
 from k3jax.params import BalancingState, partition_specs
 from k3jax.sharding import activation_spec, make_mesh
+from tests.multi_device.eight_devices import run_on_eight_devices
 
 ROWS, TOKENS = 8, 7
 K3 = ModelConfig(
@@ -82,17 +78,7 @@ def main():
 
 
 def test_eight_devices_equal_one():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multi_device.test_model_mesh"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "8 devices agree\n"
+    run_on_eight_devices("tests.multi_device.test_model_mesh")
 
 
 if __name__ == "__main__":

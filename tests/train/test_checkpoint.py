@@ -224,7 +224,7 @@ def test_a_failed_write_is_one_line_and_leaves_the_others(run, copy, saved, monk
         pytest.raises(OSError, match="no space left on the disk") as error,
         Checkpoints(copy, run.config) as checkpoints,
     ):
-        patch.setattr(checkpoint, "_file_digest", full)
+        patch.setattr(checkpoint, "file_digest", full)
         checkpoints.save(state, data)
     assert "\n" not in str(error.value) and "intact ones: 1, 2, 3" in str(error.value)
     assert same_bits(restore(run, copy)[0], saved[1][3])
