@@ -48,7 +48,8 @@ class Checkpoints:
         self._writing: tuple[int, Any] | None = None
         self._prepare()
         options = ocp.Context()
-        options.async_options.post_finalization_callback = self._seal
+        # A closure, since orbax copies its options deeply, and a bound method with its object.
+        options.async_options.post_finalization_callback = lambda: self._seal()
         self._orbax = ocp.training.Checkpointer(
             self.directory,
             context=options,
@@ -164,6 +165,8 @@ class Checkpoints:
         """Add the record to the step directory that orbax is about to rename."""
         if jax.process_index() != 0:
             return
+        # orbax writes its manifest in one more thread, which it waits for after this callback only.
+        self._orbax._manager._checkpointer._metadata_store.wait_until_finished()
         for part in filter(Path.is_dir, self.directory.glob(f"[0-9]*{PART}*")):
             record = {
                 "step": int(part.name.partition(".")[0]),

@@ -5,11 +5,13 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.metadata import checkpoint as orbax_metadata
 
 from k3jax.config import MoEConfig, OptimiserConfig, TrainConfig
 from k3jax.sharding import make_mesh
@@ -127,6 +129,20 @@ def test_a_damaged_file_makes_the_checkpoint_before_it_count(run, saved, copy, l
         same_place = run.data()
         next(same_place), next(same_place)
         assert data.get_state() == same_place.get_state()
+
+
+def test_a_manifest_that_is_late_is_waited_for(run, tmp_path, lines, monkeypatch):
+    """orbax writes its manifest in a thread of its own, beside the one that calls `_seal`."""
+    write = orbax_metadata._MetadataStoreImpl.write
+
+    def late(*args, **kwargs):
+        time.sleep(0.3)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(orbax_metadata._MetadataStoreImpl, "write", late)
+    with Checkpoints(tmp_path, run.config) as checkpoints:
+        checkpoints.save(run.plan.create(0), run.data())
+    assert restore(run, tmp_path)[0] is not None and not lines()
 
 
 def test_every_half_written_directory_is_skipped(run, copy, saved, lines):
