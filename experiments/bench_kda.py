@@ -1,0 +1,84 @@
+"""What a call of KDA costs, shape by shape, with a rival beside it.
+
+    python -m experiments.bench_kda --backend=tpu --topology=tpu7x:2x2x1
+    python -m experiments.bench_kda --backend=tpu --topology=v6e:2x2 --shape=1,8192,32 \
+        --shape=1,8192,96 --pass=forward --documents=25 --json=out.json
+
+`--backend=tpu` needs no TPU: libtpu (`pip install 'k3jax[tpu-aot]'`) compiles on any host, and the
+schedule that it emits is executed and timed (`pallas_kernels.tpu_schedule`). Published times are
+1.25 to 1.45 times such figures, so they are for comparing. tokamax is measured beside ours where
+it is installed. Bad input ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+from experiments.bench import kda_cases, tpu
+from pallas_kernels import dispatch
+from pallas_kernels.kda.spec import GATE_FORMS
+
+BACKEND = flags.DEFINE_enum("backend", "tpu", ["tpu"], "Where it runs, or is compiled for.")
+TOPOLOGY = flags.DEFINE_string(
+    "topology", "tpu7x:2x2x1", "A TPU's: v5e:2x2, v5p:2x2x1, v6e:2x2, ..."
+)
+SHAPES = flags.DEFINE_multi_string("shape", ["1,8192,32"], "B,T,H with K = V = 128; may repeat.")
+GATE_FORM = flags.DEFINE_enum("gate_form", "bounded", GATE_FORMS, "See kda's docstring.")
+PASSES = flags.DEFINE_list(
+    "pass", ["forward", "backward"], "forward; backward: the forward pass and all gradients."
+)
+DOCUMENTS = flags.DEFINE_integer("documents", 0, "Documents packed into each row; 0: no packing.")
+STATES = flags.DEFINE_bool("states", False, "With an initial and a final state per document.")
+IMPLEMENTATION = flags.DEFINE_string("implementation", "mosaic_tpu", "Of kda.")
+JSON = flags.DEFINE_string("json", None, "Also write everything to this file.")
+
+
+def calls() -> list[kda_cases.Call]:
+    """The calls that the flags describe."""
+    unknown = set(PASSES.value) - {"forward", "backward"}
+    if unknown or not PASSES.value:
+        raise ValueError(f"--pass = {','.join(PASSES.value)}: must be of forward, backward")
+    packing = (GATE_FORM.value, DOCUMENTS.value, STATES.value)
+    return [
+        kda_cases.Call(*_shape(text), *packing, gradients=name == "backward")
+        for text in SHAPES.value
+        for name in PASSES.value
+    ]
+
+
+def _shape(text: str) -> list[int]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--shape = {text!r}: must be B,T,H, such as 1,8192,32")
+    return [int(part) for part in parts]
+
+
+def run() -> None:
+    if IMPLEMENTATION.value not in dispatch.names("kda"):
+        known = ", ".join(dispatch.names("kda"))
+        raise ValueError(f"--implementation = {IMPLEMENTATION.value!r}: must be one of {known}")
+    rival = kda_cases.has_tokamax()
+    if not rival:
+        print("tokamax is not installed (pip install tokamax==0.0.17): ours alone\n")
+    found = tpu.measure(IMPLEMENTATION.value, calls(), TOPOLOGY.value, rival)
+    if JSON.value:
+        Path(JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if stray := arguments[1:]:
+            raise ValueError(f"{' '.join(stray)}: not understood, each setting is a --flag")
+        run()
+    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)
