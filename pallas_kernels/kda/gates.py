@@ -20,6 +20,11 @@ def sigmoid(x: jax.Array) -> jax.Array:
     return jnp.exp(jax.nn.log_sigmoid(x))
 
 
+def rate(a_log: jax.Array) -> jax.Array:
+    """A = exp(A_log) of every head."""
+    return jnp.exp(jnp.minimum(a_log, _MAX_A_LOG))
+
+
 def log_decay(
     raw: jax.Array,
     a_log: jax.Array | None,
@@ -44,10 +49,7 @@ def log_decay(
     if gate_form == "log_decay":
         return raw
     x = raw if dt_bias is None else raw + dt_bias.astype(raw.dtype)
-    if a_log is None:
-        a = jnp.ones((), raw.dtype)
-    else:
-        a = jnp.exp(jnp.minimum(a_log.astype(raw.dtype), _MAX_A_LOG))[:, None]
+    a = jnp.ones((), raw.dtype) if a_log is None else rate(a_log.astype(raw.dtype))[:, None]
     if gate_form == "softplus":
         return -a * jax.nn.softplus(x)
     return lower_bound * sigmoid(a * x)
