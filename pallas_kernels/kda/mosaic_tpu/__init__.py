@@ -16,7 +16,7 @@ from ..spec import Inputs, Spec
 from .backward import PARAMETERS, backward
 from .forward import forward
 from .launch import Arrays
-from .plan import Plan, padded_heads, plan_of
+from .plan import Plan, held, padded_heads, plan_of
 from .visits import Visits, plan_visits
 
 
@@ -46,7 +46,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         initial = _pad(initial, (*initial.shape[:2], *widths))
     o, final = _kda(spec, plan, arrays_of(spec, plan, x), initial, visits)
     o = o.reshape(*o.shape[:2], -1, plan.value_width)
-    o = o[:, : spec.tokens, : spec.value_heads, : spec.value_width]
+    o = o[:, : spec.tokens, : spec.value_heads, : spec.value_width].astype(spec.v_dtype)
     if final is None or not spec.return_final_state:
         return o, None
     return o, final[:, :, : spec.value_heads, : spec.key_width, : spec.value_width]
@@ -59,6 +59,7 @@ def arrays_of(spec: Spec, plan: Plan, x: Inputs) -> Arrays:
     heads, value_heads = padded_heads(spec), plan.groups * plan.heads
 
     def flat(y: jax.Array, heads: int, width: int) -> jax.Array:
+        y = y.astype(held(y.dtype.name))
         return _pad(y, (spec.batch, plan.length, heads, width)).reshape(
             spec.batch, plan.length, heads * width
         )
@@ -70,7 +71,7 @@ def arrays_of(spec: Spec, plan: Plan, x: Inputs) -> Arrays:
     if gate is None:
         gate = jnp.zeros_like(beta)[..., None]
     gate = jnp.broadcast_to(gate, (*gate.shape[:3], spec.key_width))
-    beta = _pad(beta, (spec.batch, plan.length, value_heads))
+    beta = _pad(beta.astype(held(beta.dtype.name)), (spec.batch, plan.length, value_heads))
     beta = beta.reshape(spec.batch, plan.length, plan.groups, plan.heads).swapaxes(1, 2)
     return Arrays(
         flat(q, heads, plan.key_width),

@@ -15,6 +15,9 @@ from .tiles import CHUNK, beside, cut, halves
 
 LOG2E = 1.4426950408889634
 
+# e^-96 is nothing in float32, and sums of much larger numbers would lose the small ones' digits.
+NOTHING_LEFT = -96.0
+
 # 1 / |x| of the two heads of pairs, `[n, C, 1]` each.
 Norms = tuple[jax.Array, jax.Array]
 
@@ -41,8 +44,8 @@ def keys_cut(plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def log2_decay(plan: Plan, raw: Raw, marks: Marks | None) -> jax.Array:
-    """Log decays of pairs `[n, C, 2K]` in units of log 2 (`gates.log_decay`), before any floor;
-    none at padding."""
+    """Log decays of pairs `[n, C, 2K]` in units of log 2 (`gates.log_decay`), before the
+    plan's floor; none at padding."""
     x, a = biased_gate(plan, raw, marks)
     if plan.gate_form == "log_decay":
         g = x * LOG2E
@@ -50,6 +53,8 @@ def log2_decay(plan: Plan, raw: Raw, marks: Marks | None) -> jax.Array:
         g = -(a * LOG2E) * softplus(x)
     else:
         g = (plan.lower_bound * LOG2E) * jax.nn.sigmoid(a * x)
+    if plan.floor is not None:
+        g = jnp.maximum(g, NOTHING_LEFT * LOG2E)
     return g if marks is None else jnp.where(marks.alive, g, 0.0)
 
 

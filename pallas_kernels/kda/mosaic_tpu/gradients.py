@@ -85,7 +85,6 @@ def pull(
     k_rows, q_rows = p.rows[:, :CHUNK].astype(wide), p.rows[:, CHUNK:].astype(wide)
     anchored = k_rows * dk_rows + q_rows * dq_rows - p.columns.astype(wide) * dcolumns
     terms = [
-        (_sums_from(plan.anchored), anchored),
         (_sums_from(CHUNK), x.k_in.astype(wide) * d.k_in + x.q_in.astype(wide) * d.q_in),
         (_sums_before(), x.k_out.astype(wide) * d.k_out),
     ]
@@ -110,7 +109,12 @@ def pull(
         terms.append(
             (_sums_of_level(size), forward.interleave(columns * dcolumns, exponents, size))
         )
-    dg = _accumulate(plan, terms) + d.decay * p.decay
+    dg = forward.sums(plan, _sums_from(plan.anchored), anchored)
+    if plan.floor is not None:
+        # Pairs of an anchored block that cross a token below the floor had the floor in its place.
+        g = activate.log2_decay(plan, raw, marks)
+        dg *= jnp.exp2(jnp.minimum(g - plan.floor * activate.LOG2E, 0.0))
+    dg += _accumulate(plan, terms) + d.decay * p.decay
     if marks is not None:
         dg = jnp.where(marks.alive, dg, 0.0)
     dgate, da, ddt_bias = _pull_gate(plan, raw, marks, dg)
@@ -164,29 +168,18 @@ def _sums_of_level(size: int) -> jax.Array:
 
 
 def _accumulate(plan: Plan, terms: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Gradients of log decays `[n, C, 2K]` from those of exponents. The first term, whose pairs
-    cancel, takes both halves of the split of `prepare.sums`; the others have one sign of exponent,
-    and one pass does."""
-    (first, anchored), *others = terms
-    n = anchored.shape[0]
-
-    def join(parts: list[jax.Array]) -> jax.Array:
-        matrix = jnp.concatenate([m.astype(plan.operand) for m in parts], axis=1)
-        return jnp.broadcast_to(matrix, (n, *matrix.shape))
-
-    matrices, values = zip(*others, strict=True)
-    rest = above(*(forward.narrow(plan, y) for y in values))
-    return forward.sums(plan, first, anchored) + dot(join(list(matrices)), rest, NN)
+    """Gradients of log decays `[n, C, 2K]` from those of exponents of one sign, whose terms do not
+    cancel, so that one pass in the products' dtype does."""
+    matrices, values = zip(*terms, strict=True)
+    matrix = jnp.concatenate([m.astype(plan.operand) for m in matrices], axis=1)
+    matrix = jnp.broadcast_to(matrix, (values[0].shape[0], *matrix.shape))
+    return dot(matrix, above(*(forward.narrow(plan, y) for y in values)), NN)
 
 
 def _pull_gate(
     plan: Plan, raw: Raw, marks: Marks | None, dg: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Gradients of the raw gate, of `a` and of dt_bias from that of the log decay in nats."""
-    if plan.floor is not None:
-        # Pairs that cross this token were computed with the floor in its place.
-        g = activate.log2_decay(plan, raw, marks)
-        dg = dg * jnp.exp2(jnp.minimum(g - plan.floor * activate.LOG2E, 0.0))
     if plan.gate_form == "log_decay":
         return dg, None, None
     x, a = activate.biased_gate(plan, raw, marks)

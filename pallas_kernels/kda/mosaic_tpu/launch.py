@@ -14,12 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ... import dispatch
 from ..cost import Cost
-from .plan import Plan
+from .plan import Plan, room_mib
 from .tiles import PAIR
 from .visits import ACTIVE, BEGINS, ENDS, FIRST, LAST, Visits
-
-# Of the 64 MiB and more that every chip since v5e has.
-VMEM_BYTES = 60 << 20
 
 
 class Arrays(NamedTuple):
@@ -156,7 +153,8 @@ def launch(
             for s, _ in outputs.values()
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=room_mib() << 20,
         ),
         cost_estimate=pl.CostEstimate(
             flops=cost.flops,

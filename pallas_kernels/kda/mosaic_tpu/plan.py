@@ -5,12 +5,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
+from ... import dispatch
 from ..spec import Spec
 from .tiles import CHUNK
 
-# Chunks times heads of a grid step: enough independent products to hide the matrix unit's latency.
+# Chunks times heads of a grid step: enough independent products to hide the matrix unit's latency,
+# as far as the backward kernel's values for them, MiB a unit of 128 wide heads, find room.
 UNITS = 32
+UNIT_MIB = {"bfloat16": 1.5, "float32": 4.2}
+# Of a core's fast memory: 16 MiB on v4, at least 64 on every chip since.
+ROOM_MIB = 60
 # How far a factor of an anchored block may go to either side of 1, in nats. float32 and bfloat16
 # hold e^-87 to e^88: components of a unit vector of down to 6e-4 stay above the smaller one, and
 # those of vectors of other lengths are given more room.
@@ -72,6 +78,18 @@ class Plan:
         return self.steps * self.block
 
 
+def held(dtype: str) -> str:
+    """The dtype in which a TPU holds what comes in one: it has no float16."""
+    return "float32" if dtype == "float16" else dtype
+
+
+def room_mib() -> int:
+    """MiB of fast memory that a kernel may use on the chip that is compiled for."""
+    if dispatch.current_platform() != "tpu":
+        return ROOM_MIB
+    return min(ROOM_MIB, (pltpu.get_tpu_info().vmem_capacity_bytes >> 20) - 1)
+
+
 def padded_width(width: int) -> int:
     return next(w for w in (64, 128, 256) if width <= w)
 
@@ -88,13 +106,17 @@ def plan_of(spec: Spec) -> Plan:
     value_heads = padded_heads(spec) * repeat
     K, V = padded_width(spec.key_width), padded_width(spec.value_width)
     whole = math.lcm(repeat, 2)
-    most = max(UNITS * 128 // max(K, V, 128), whole)
+    narrow = {spec.q_dtype, spec.k_dtype, spec.v_dtype} == {"bfloat16"}
+    operand = "bfloat16" if narrow else "float32"
+    units = UNITS
+    while units > 2 and units * UNIT_MIB[operand] * max(K, V, 128) / 128 > room_mib():
+        units //= 2
+    most = max(units, whole)
     heads = max(h for h in range(whole, most + 1, whole) if value_heads % h == 0)
     chunks = 1
-    while 2 * chunks * heads <= min(most, UNITS) and chunks * CHUNK < spec.tokens:
+    while 2 * chunks * heads <= units and chunks * CHUNK < spec.tokens:
         chunks *= 2
     steps = -(-spec.tokens // (chunks * CHUNK))
-    operand = "float32" if "float32" in (spec.q_dtype, spec.k_dtype, spec.v_dtype) else "bfloat16"
     slots = spec.max_documents if spec.states_asked else 0
     masked = spec.packed or spec.tokens != steps * chunks * CHUNK or slots > 1
     anchored, reach, floor = _anchors(spec, operand)
@@ -108,7 +130,7 @@ def plan_of(spec: Spec) -> Plan:
         key_width=K,
         value_width=V,
         operand=operand,
-        v_dtype=spec.v_dtype,
+        v_dtype=held(spec.v_dtype),
         gate_form=spec.gate_form if spec.gate_width else "log_decay",
         beta_form=spec.beta_form,
         lower_bound=spec.lower_bound,

@@ -87,8 +87,6 @@ def blocks(x: jax.Array, size: int) -> list[jax.Array]:
 def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
     """Activations, decays and pairs of a grid step."""
     q, k, g = keys_cut(plan, raw.q), keys_cut(plan, raw.k), log2_decay(plan, raw, marks)
-    if plan.floor is not None:
-        g = jnp.maximum(g, plan.floor * LOG2E)
     if marks is not None:
         q, k = (jnp.where(marks.alive, x, 0.0) for x in (q, k))
     q_norm = k_norm = None
@@ -97,9 +95,12 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
 
     size = plan.anchored
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    prefix = sums(plan, (i >= j) & (i // size == j // size), g)
+    until = (i >= j) & (i // size == j // size)
+    prefix = anchored = sums(plan, until, g)
+    if plan.floor is not None:
+        anchored = sums(plan, until, jnp.maximum(g, plan.floor * LOG2E))
     shift = plan.reach * LOG2E
-    row_decay, column_decay = jnp.exp2(prefix + shift), jnp.exp2(-prefix - shift)
+    row_decay, column_decay = jnp.exp2(anchored + shift), jnp.exp2(-anchored - shift)
     rows = above(narrow(plan, k * row_decay), narrow(plan, q * row_decay))
     columns = narrow(plan, k * column_decay)
     products = dot(rows, apart(columns), NT)
