@@ -172,11 +172,17 @@ def oracle(x: dict[str, np.ndarray], dtype: str = "float32", **options: object):
     return evaluate(seen, "recurrent", "float64", **options)
 
 
-def compare(actual, expected, dtype: str = "float32", only: tuple[str, ...] = ()) -> None:
-    """Every output within its tolerance, and all of the oracle's outputs there."""
+def compare(
+    actual,
+    expected,
+    dtype: str = "float32",
+    only: tuple[str, ...] = (),
+    slack: float = 1.0,
+) -> None:
+    """Every output within its tolerance, times `slack`, and all of the oracle's outputs there."""
     assert set(actual) == set(expected)
     errors = {n: relative_rms(actual[n], expected[n]) for n in only or expected}
-    wrong = {n: e for n, e in errors.items() if not e <= TOLERANCES[dtype][n]}
+    wrong = {n: e for n, e in errors.items() if not e <= slack * TOLERANCES[dtype][n]}
     assert not wrong, f"KDA_SEED={SEED}: relative RMS of {dtype}: {wrong}"
 
 
@@ -208,7 +214,12 @@ FAST = (
     Case("deltanet, one key head", T=15, H=1, gate="none", V=24, dtypes=("float32", "float64")),
     Case("one token", T=1, K=5, V=3, gate_form="softplus", parameters=False),
     Case("no tokens", T=0),
-    Case("half", T=65, H=1, dtypes=("bfloat16",)),
+    # Many heads: the gradient of a_log is a sum per head that may cancel to nothing in a few.
+    Case("half, whole chunks", T=256, H=4, HV=16, dtypes=("bfloat16",)),
+    Case(
+        "half, packed states",
+        T=100, B=2, H=5, HV=15, lengths=_DOCUMENTS, documents=6, dtypes=("bfloat16",),
+    ),
 )  # fmt: skip
 
 _LENGTHS = tuple(
@@ -260,16 +271,23 @@ def _rows(cases: tuple[Case, ...]):
 
 
 class KdaSuite:
-    """Subclass with the name of an implementation; narrow `full` tables by refusing calls."""
+    """Subclass with the name of an implementation; narrow `full` tables by refusing calls.
+
+    slack_of_half: how far beyond the table an implementation that multiplies in bfloat16 may be
+    where the pseudo-values of a chunk cancel: nearly equal keys, or none ever forgotten.
+    """
 
     implementation: str
+    slack_of_half = 1.0
 
     def held_to_oracle(self, case: Case, dtype: str, data: str) -> None:
         x, options = draw(case, data), case.arguments()
         skip_if_refused(x, self.implementation, dtype, **options)
         actual = evaluate(x, self.implementation, dtype, **options)
         assert actual["o"].dtype == rounded(x, dtype)["v"].dtype
-        compare(actual, oracle(x, dtype, **options), dtype)
+        cancels = data == "collinear" or case.gate == "none"
+        slack = self.slack_of_half if cancels and dtype in ("bfloat16", "float16") else 1.0
+        compare(actual, oracle(x, dtype, **options), dtype, slack=slack)
         if "segment_ids" in x:
             padding = x["segment_ids"] == 0
             for name in ("o", *("d" + n for n in TOKENS if n in x)):

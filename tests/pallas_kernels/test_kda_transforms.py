@@ -34,6 +34,11 @@ def expected():
     return quick(jax.value_and_grad(reference))(inputs())
 
 
+@pytest.fixture(params=["chunked", pytest.param("mosaic_tpu", marks=pytest.mark.full)])
+def total(request):
+    return functools.partial(loss, implementation=request.param)
+
+
 def quick(f):
     return jax.jit(f, compiler_options=QUICK)
 
@@ -43,20 +48,37 @@ def agree(actual, expected):
         assert relative_rms(a, e) < TOLERANCES["float32"]["dq"]
 
 
-def test_jit_and_remat(expected):  # and the compiler's usual options
-    agree(jax.jit(jax.value_and_grad(jax.checkpoint(loss)))(inputs()), expected)
+def test_jit_and_remat(total, expected):  # and the compiler's usual options
+    agree(jax.jit(jax.value_and_grad(jax.checkpoint(total)))(inputs()), expected)
 
 
-def test_vmap(expected):
+def test_donated_inputs(total, expected):
+    call = jax.jit(jax.value_and_grad(total), donate_argnums=0, compiler_options=QUICK)
+    agree(call(inputs()), expected)
+
+
+def test_vmap(total, expected):
     x = inputs()
     parameters = {n: x.pop(n) for n in ("a_log", "dt_bias")}
 
-    def total(x, parameters):
+    def sum_of_rows(x, parameters):
         rows = jax.tree.map(lambda y: y[:, None], x)
-        return jax.vmap(lambda row: loss(row | parameters))(rows).sum()
+        return jax.vmap(lambda row: total(row | parameters))(rows).sum()
 
-    value, (dx, dparameters) = quick(jax.value_and_grad(total, argnums=(0, 1)))(x, parameters)
+    call = jax.value_and_grad(sum_of_rows, argnums=(0, 1))
+    value, (dx, dparameters) = quick(call)(x, parameters)
     agree((value, dx | dparameters), expected)
+
+
+def test_vmap_over_one_argument(total):
+    x = inputs()
+    values = jnp.stack([x["v"], -2 * x["v"]])
+
+    def call(one):
+        return quick(jax.value_and_grad(lambda v: jax.vmap(lambda v: one(x | {"v": v}))(v).sum()))
+
+    reference = functools.partial(loss, implementation="recurrent")
+    agree(call(total)(values), call(reference)(values))
 
 
 def test_inside_a_scan():
@@ -84,23 +106,23 @@ def test_inside_a_scan():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(expected, check_vma):
+def test_shard_map(total, expected, check_vma):
     x = inputs()
     mesh = jax.make_mesh((1,), ("data",))
     specs = {n: P() if n in ("a_log", "dt_bias") else P("data") for n in x}
     with jax.set_mesh(mesh):
         x = {n: jax.reshard(y, specs[n]) for n, y in x.items()}
 
-        def total(x):
+        def of_all(x):
             local = jax.shard_map(
-                lambda x: jax.lax.psum(loss(x), "data"),
+                lambda x: jax.lax.psum(total(x), "data"),
                 in_specs=(specs,),
                 out_specs=P(),
                 check_vma=check_vma,
             )
             return local(x)
 
-        agree(quick(jax.value_and_grad(total))(x), expected)
+        agree(quick(jax.value_and_grad(of_all))(x), expected)
 
 
 def test_float64_stays_float64_and_narrow_types_come_back():
