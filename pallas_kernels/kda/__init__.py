@@ -24,7 +24,12 @@ from .spec import Inputs, Spec, check, check_step
 __all__ = ["Inputs", "Spec", "check", "kda", "kda_step", "linear_attention"]
 
 _EVERYWHERE = ("cpu", "gpu", "tpu")
-_ROWS = (("mosaic_tpu", ("tpu",)), ("chunked", _EVERYWHERE), ("recurrent", _EVERYWHERE))
+_ROWS = (
+    ("mosaic_tpu", ("tpu",)),
+    ("triton", ("gpu",)),
+    ("chunked", _EVERYWHERE),
+    ("recurrent", _EVERYWHERE),
+)
 for _name, _platforms in _ROWS:
     dispatch.register("kda", dispatch.Implementation(_name, f"{__name__}.{_name}", _platforms))
 
