@@ -12,7 +12,16 @@ from pallas_kernels.kda.mosaic_tpu import activate, inverse, marks, prepare
 from pallas_kernels.kda.mosaic_tpu.plan import Plan, plan_of
 from pallas_kernels.kda.mosaic_tpu.visits import ACTIVE, BEGINS, ENDS, FIRST, LAST, plan_visits
 from pallas_kernels.kda.tolerances import relative_rms
-from tests.pallas_kernels.kda_suite import QUICK, KdaSuite, rng
+from tests.pallas_kernels.kda_suite import (
+    QUICK,
+    Case,
+    KdaSuite,
+    compare,
+    draw,
+    evaluate,
+    oracle,
+    rng,
+)
 
 CHUNK = 64
 # What products of one pass in bfloat16 leave, and what float32 does.
@@ -246,3 +255,20 @@ def test_prepare(gate_form, dtype, documents):
                 if name in ("enter", "leave"):
                     y = y * alive
                 assert relative_rms(y, e) < BOUNDS[dtype], name
+
+
+# Cotangents
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("gate_form", ["bounded", "softplus"])
+def test_gradients_of_cotangents_of_any_size(gate_form, dtype):
+    """A mean over a batch hands back 1e-9, and a slow decay puts the factors at their far ends."""
+    case = Case(f"scaled {gate_form}", T=64, gate_form=gate_form, parameters=False, states=False)
+    x, options = draw(case), case.arguments()
+    x["gate"] = x["gate"] - 4
+    expected = oracle(x, dtype, **options)
+    for size in (1e-12, 1.0, 1e12):
+        actual = evaluate(x | {"do": size * x["do"]}, "mosaic_tpu", dtype, **options)
+        grads = {n: np.float64(y) / (1 if n == "o" else size) for n, y in actual.items()}
+        compare(grads, expected, dtype, only=("dq", "dk", "dv", "dgate", "dbeta"))

@@ -1,7 +1,7 @@
 """Pallas kernels for TPUs: one forward kernel and one backward kernel for the whole of `kda`.
 
 `prepare` (K1) and `recur` (K2) are functions of arrays that a kernel calls one after the other, for
-up to 32 chunks or heads at once; `gradients` is the reverse of `prepare`, `backward` of `recur`.
+up to 32 chunks times heads at once; `gradients` is the reverse of `prepare`, `backward` of `recur`.
 A forward pass that will be differentiated saves one state per grid step. NOTES.md tells how they
 came to be what they are.
 """
@@ -16,7 +16,7 @@ from ..spec import Inputs, Spec
 from .backward import PARAMETERS, backward
 from .forward import forward
 from .launch import Arrays
-from .plan import Plan, held, padded_heads, plan_of
+from .plan import Plan, backward_plan, held, plan_of
 from .visits import Visits, plan_visits
 
 
@@ -42,7 +42,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         visits = plan_visits(plan, ids)
     initial = x.initial_state
     if initial is not None:
-        widths = (plan.groups * plan.heads, plan.key_width, plan.value_width)
+        widths = (plan.value_heads, plan.key_width, plan.value_width)
         initial = _pad(initial, (*initial.shape[:2], *widths))
     o, final = _kda(spec, plan, arrays_of(spec, plan, x), initial, visits)
     o = o.reshape(*o.shape[:2], -1, plan.value_width)
@@ -56,7 +56,10 @@ def arrays_of(spec: Spec, plan: Plan, x: Inputs) -> Arrays:
     """The operands of the kernels: whole grid steps, padded widths, heads as slices of lanes."""
     q, k, v, gate, beta = x.tokens
     a_log, dt_bias = x.parameters
-    heads, value_heads = padded_heads(spec), plan.groups * plan.heads
+    value_heads = plan.value_heads
+    repeats = spec.value_heads // spec.heads // plan.repeat
+    if repeats > 1:
+        q, k = (jnp.repeat(y, repeats, axis=2) for y in (q, k))
 
     def flat(y: jax.Array, heads: int, width: int) -> jax.Array:
         y = y.astype(held(y.dtype.name))
@@ -74,8 +77,8 @@ def arrays_of(spec: Spec, plan: Plan, x: Inputs) -> Arrays:
     beta = _pad(beta.astype(held(beta.dtype.name)), (spec.batch, plan.length, value_heads))
     beta = beta.reshape(spec.batch, plan.length, plan.groups, plan.heads).swapaxes(1, 2)
     return Arrays(
-        flat(q, heads, plan.key_width),
-        flat(k, heads, plan.key_width),
+        flat(q, value_heads // plan.repeat, plan.key_width),
+        flat(k, value_heads // plan.repeat, plan.key_width),
         flat(v, value_heads, plan.value_width),
         flat(gate, value_heads, plan.key_width),
         beta,
@@ -108,6 +111,7 @@ def _forward(spec, plan, arrays, initial, visits):
 def _backward(spec, plan, saved, cotangents):
     arrays, visits, states, has_initial = saved
     do, dfinal = cotangents
+    plan = backward_plan(spec, plan)
     grads = backward(spec, plan, arrays, visits, states, do, dfinal, has_initial)
     a, dt_bias = (jnp.sum(grads[n], axis=0) if n in grads else None for n in PARAMETERS)
     tokens = {n: grads[n] for n in ("q", "k", "v", "gate", "beta")}

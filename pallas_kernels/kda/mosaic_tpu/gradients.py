@@ -12,8 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import activate
-from . import prepare as forward
+from . import activate, prepare
 from .activate import Norms, Raw
 from .marks import Marks
 from .plan import Plan
@@ -64,7 +63,7 @@ def pull(
     causal = i % CHUNK > j
     if marks is not None:
         causal &= above(marks.same, marks.same)
-    products = forward.narrow(plan, jnp.where(causal, d.products, 0.0))
+    products = prepare.narrow(plan, jnp.where(causal, d.products, 0.0))
     # Heads [2n, C, 2C]: columns against keys' rows, then queries' rows.
     transposed = jnp.swapaxes(products, 1, 2).reshape(2 * products.shape[0], CHUNK, PAIR)
 
@@ -91,25 +90,25 @@ def pull(
     for level in p.levels:
         size, half = level.size, CHUNK // 2
         dproducts = above(
-            forward.right_halves(products[:, :CHUNK], size),
-            forward.right_halves(products[:, CHUNK:], size),
+            prepare.right_halves(products[:, :CHUNK], size),
+            prepare.right_halves(products[:, CHUNK:], size),
         )
-        crossing = forward.crossing_pairs(size)
+        crossing = prepare.crossing_pairs(size)
         dproducts = jnp.where(above(crossing, crossing), dproducts, 0)
         drows = dot(dproducts, apart(level.columns), NN)
         left = (i // (2 * size) == j // (2 * size)) & (i // size % 2 == 1) & (j // size % 2 == 0)
         rows = above(*(_spread(level.rows[:, s : s + half], size) for s in (0, half)))
         dcolumns = pairs(dot(jnp.where(left, transposed, 0), heads(rows), NN))
-        dcolumns = forward.left_halves(dcolumns, size)
+        dcolumns = prepare.left_halves(dcolumns, size)
         k_rows, q_rows = level.rows[:, :half].astype(wide), level.rows[:, half:].astype(wide)
-        columns = forward.left_halves(level.columns, size).astype(wide)
+        columns = prepare.left_halves(level.columns, size).astype(wide)
         dq = _add(dq, None, drows[:, half:] * level.ahead, size)
         dk = _add(dk, dcolumns * level.behind, drows[:, :half] * level.ahead, size)
         exponents = k_rows * drows[:, :half] + q_rows * drows[:, half:]
         terms.append(
-            (_sums_of_level(size), forward.interleave(columns * dcolumns, exponents, size))
+            (_sums_of_level(size), prepare.interleave(columns * dcolumns, exponents, size))
         )
-    dg = forward.sums(plan, _sums_from(plan.anchored), anchored)
+    dg = prepare.sums(plan, _sums_from(plan.anchored), anchored)
     if plan.floor is not None:
         # Pairs of an anchored block that cross a token below the floor had the floor in its place.
         g = activate.log2_decay(plan, raw, marks)
@@ -135,14 +134,14 @@ def _diagonal(x: jax.Array, width: int) -> jax.Array:
 
 def _spread(x: jax.Array, size: int) -> jax.Array:
     """Right halves `[n, C / 2, .]` in their places, zeros in the left ones."""
-    return forward.interleave(jnp.zeros_like(x), x, size)
+    return prepare.interleave(jnp.zeros_like(x), x, size)
 
 
 def _add(x: jax.Array, left: jax.Array | None, right: jax.Array, size: int) -> jax.Array:
     """x `[n, C, .]` with `[n, C / 2, .]` added to the left and right halves of its blocks."""
-    lefts = forward.left_halves(x, size)
+    lefts = prepare.left_halves(x, size)
     lefts = lefts if left is None else lefts + left
-    return forward.interleave(lefts, forward.right_halves(x, size) + right, size)
+    return prepare.interleave(lefts, prepare.right_halves(x, size) + right, size)
 
 
 def _square() -> tuple[jax.Array, jax.Array]:
@@ -173,7 +172,7 @@ def _accumulate(plan: Plan, terms: list[tuple[jax.Array, jax.Array]]) -> jax.Arr
     matrices, values = zip(*terms, strict=True)
     matrix = jnp.concatenate([m.astype(plan.operand) for m in matrices], axis=1)
     matrix = jnp.broadcast_to(matrix, (values[0].shape[0], *matrix.shape))
-    return dot(matrix, above(*(forward.narrow(plan, y) for y in values)), NN)
+    return dot(matrix, above(*(prepare.narrow(plan, y) for y in values)), NN)
 
 
 def _pull_gate(

@@ -40,6 +40,8 @@ class Block(NamedTuple):
 
 
 class Where(NamedTuple):
+    """A point of the grid within its row and group: what it visits, and the state slot it is on."""
+
     visit: jax.Array
     step: jax.Array
     slot: jax.Array | int

@@ -18,18 +18,23 @@ UNIT_MIB = {"bfloat16": 1.5, "float32": 4.2}
 # Of a core's fast memory: 16 MiB on v4, at least 64 on every chip since.
 ROOM_MIB = 60
 # How far a factor of an anchored block may go to either side of 1, in nats. float32 and bfloat16
-# hold e^-87 to e^88: components of a unit vector of down to 6e-4 stay above the smaller one, and
-# those of vectors of other lengths are given more room.
-REACH_OF_UNIT_VECTORS, REACH = 80.0, 64.0
-# A token that forgets more is taken to keep e^-16 of the state, 1e-7, where the gate has no bound.
-FLOOR = 16.0
+# hold e^-87 to e^88: components of a unit vector of down to 6e-4 stay above the smaller one. What
+# has any size, cotangents above all (those of a mean over many tokens are 1e-9), is given room for
+# 1e-20 to 1e20.
+REACH_OF_UNIT_VECTORS, REACH = 80.0, 40.0
+# Where the gate has no bound, a token that forgets more is taken to keep e^-10 (5e-5) or, in
+# float32, e^-16 (1e-7) between two tokens of an anchored block: less than the products resolve.
+FLOOR = {"bfloat16": 10.0, "float32": 16.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is static about a pair of kernels; widths and heads are those of the padded arrays.
 
-    chunks, heads: of a grid step; `heads` is even. repeat: value heads per query head.
+    rows: B. steps, groups: grid steps of a row, and groups of value heads that share no step.
+    chunks, heads: of a grid step; `heads` is even. repeat: value heads per query head that the
+      kernels are given.
+    operand: dtype of the products' operands; v_dtype: of v and o.
     anchored: tokens of a block whose pairs are split at one anchor; larger distances by halving.
     reach: of that block's factors, in nats. floor: the least log decay of a token, in nats.
     masked: some tokens are padding, or documents meet inside a chunk. visits: see `visits.py`.
@@ -67,20 +72,21 @@ class Plan:
     def value_heads(self) -> int:
         return self.groups * self.heads
 
-    def slot_states(self) -> jax.ShapeDtypeStruct:
-        """States of documents, `[B, N, HV, K, V]`."""
-        shape = (self.rows, self.slots, self.value_heads, self.key_width, self.value_width)
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
     @property
     def length(self) -> int:
         """Tokens of a padded row."""
         return self.steps * self.block
 
+    def slot_states(self) -> jax.ShapeDtypeStruct:
+        """States of documents, `[B, N, HV, K, V]`."""
+        shape = (self.rows, self.slots, self.value_heads, self.key_width, self.value_width)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
 
 def held(dtype: str) -> str:
-    """The dtype in which a TPU holds what comes in one: it has no float16."""
-    return "float32" if dtype == "float16" else dtype
+    """The dtype in which kernels hold what comes in one: a TPU has no float16, and not every
+    generation has an 8-bit float."""
+    return dtype if dtype == "bfloat16" else "float32"
 
 
 def room_mib() -> int:
@@ -94,32 +100,29 @@ def padded_width(width: int) -> int:
     return next(w for w in (64, 128, 256) if width <= w)
 
 
-def padded_heads(spec: Spec) -> int:
-    """Query heads such that the number of value heads is even."""
-    repeat = spec.value_heads // spec.heads
-    return spec.heads + (spec.heads * repeat) % 2
-
-
 def plan_of(spec: Spec) -> Plan:
     """The plan of a call that has tokens."""
-    repeat = spec.value_heads // spec.heads
-    value_heads = padded_heads(spec) * repeat
     K, V = padded_width(spec.key_width), padded_width(spec.value_width)
-    whole = math.lcm(repeat, 2)
     narrow = {spec.q_dtype, spec.k_dtype, spec.v_dtype} == {"bfloat16"}
     operand = "bfloat16" if narrow else "float32"
     units = UNITS
     while units > 2 and units * UNIT_MIB[operand] * max(K, V, 128) / 128 > room_mib():
         units //= 2
-    most = max(units, whole)
-    heads = max(h for h in range(whole, most + 1, whole) if value_heads % h == 0)
+    repeat = spec.value_heads // spec.heads
+    if math.lcm(repeat, 2) > units:
+        repeat = 1  # such a group is no step: its queries and keys are repeated before the kernel
+    query_heads = spec.value_heads // repeat
+    value_heads = (query_heads + query_heads * repeat % 2) * repeat
+    whole = math.lcm(repeat, 2)
+    heads = max(h for h in range(whole, units + 1, whole) if value_heads % h == 0)
     chunks = 1
     while 2 * chunks * heads <= units and chunks * CHUNK < spec.tokens:
         chunks *= 2
     steps = -(-spec.tokens // (chunks * CHUNK))
     slots = spec.max_documents if spec.states_asked else 0
     masked = spec.packed or spec.tokens != steps * chunks * CHUNK or slots > 1
-    anchored, reach, floor = _anchors(spec, operand)
+    reach = REACH_OF_UNIT_VECTORS if spec.qk_l2norm else REACH
+    anchored, reach, floor = _anchors(spec, operand, reach)
     return Plan(
         rows=spec.batch,
         steps=steps,
@@ -145,13 +148,20 @@ def plan_of(spec: Spec) -> Plan:
     )
 
 
-def _anchors(spec: Spec, operand: str) -> tuple[int, float, float | None]:
-    """`anchored`, `reach` and `floor`: the largest block that the gate's bound allows. In float32
-    it is the smallest one, whose exponents lose the least to rounding."""
+def backward_plan(spec: Spec, plan: Plan) -> Plan:
+    """The plan of the backward kernel, whose factors meet cotangents."""
+    anchored, reach, floor = _anchors(spec, plan.operand, REACH)
+    return dataclasses.replace(plan, anchored=anchored, reach=reach, floor=floor)
+
+
+def _anchors(spec: Spec, operand: str, most: float) -> tuple[int, float, float | None]:
+    """`anchored`, `reach` and `floor`: the largest block that the gate's bound allows with a reach
+    of at most `most`. In float32 it is the smallest one, whose exponents lose the least to
+    rounding."""
     bounded = spec.gate_form == "bounded" and spec.gate_width > 0
-    steepest = min(-spec.lower_bound, FLOOR) if bounded else FLOOR
-    most = REACH_OF_UNIT_VECTORS if spec.qk_l2norm else REACH
-    sizes = (8,) if operand == "float32" else (32, 16, 8)
+    least = FLOOR[operand]
+    steepest = min(-spec.lower_bound, least) if bounded else least
+    sizes = (4,) if operand == "float32" else (32, 16, 8)
     size = next(s for s in sizes if s * steepest <= 2 * most)
-    floor = None if bounded and -spec.lower_bound <= FLOOR else -FLOOR
+    floor = None if bounded and -spec.lower_bound <= least else -least
     return size, size * steepest / 2, floor

@@ -110,7 +110,12 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
 
     # Decays of every block: from its start, to its end, and of all of it.
     enters = [jnp.exp2(x) for x in blocks(prefix, size)]
-    leaves = [jnp.exp2(x[:, -1:] - x) for x in blocks(prefix, size)]
+    if plan.operand == "float32":
+        # A difference of prefixes has lost the digits of slow decays that follow a fast one.
+        suffixes = blocks(sums(plan, (i < j) & (i // size == j // size), g), size)
+    else:
+        suffixes = [x[:, -1:] - x for x in blocks(prefix, size)]
+    leaves = [jnp.exp2(x) for x in suffixes]
     wholes = [x[:, -1:] for x in enters]
     levels = []
     while size < CHUNK:
