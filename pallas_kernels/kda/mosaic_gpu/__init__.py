@@ -1,0 +1,220 @@
+"""KDA on Hopper in Pallas Mosaic GPU: two kernels forward, three backward.
+
+    prepare    every chunk on its own: raw inputs to the operands of the scan
+    scan       the state through the chunks of a row, and the outputs
+    reverse    the gradient of the state back through them
+    gradients  every chunk on its own: the gradients of the inputs
+
+Saved between the passes are the inputs, the state before every chunk and U, both in bfloat16; the
+operands of the scan are prepared again. See NOTES.md for what was measured.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from .. import documents
+from ..gates import _MAX_A_LOG
+from ..spec import Inputs, Spec
+from . import gradients, prepare, regions, reverse, scan
+from .prepare import Chunks
+from .rows import by_rows
+from .tiles import CHUNK
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+WIDTHS = (64, 128)
+
+
+def refuses(spec: Spec, platform: str) -> str | None:
+    if platform != "gpu":
+        return f"it runs on Hopper GPUs, and the platform is {platform}"
+    kind = _device_kind()
+    if not any(name in kind for name in HOPPER):
+        return f"it runs on Hopper GPUs, and the device is {kind}"
+    dtypes = {
+        "q": spec.q_dtype,
+        "k": spec.k_dtype,
+        "v": spec.v_dtype,
+        "gate": spec.gate_dtype or "bfloat16",
+    }
+    for name, dtype in dtypes.items():
+        if dtype != "bfloat16":
+            return f"{name} is {dtype}, and it takes bfloat16"
+    if spec.dtype != "float32":
+        return f"the recurrence is in {spec.dtype}, and it computes in float32"
+    for letter, width in (("K", spec.key_width), ("V", spec.value_width)):
+        if width > WIDTHS[-1]:
+            return f"{letter} = {width}, and it takes widths up to {WIDTHS[-1]}"
+    return None
+
+
+def _device_kind() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.local_devices()[0].device_kind if device is None else device.device_kind
+
+
+def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    """`kda` of a checked call: o `[B, T, HV, V]` and the final states or None."""
+    states = x.initial_state
+    if spec.batch * spec.tokens == 0:
+        if states is None:
+            states = jnp.zeros(spec.state_shape, jnp.float32)
+        return x.tokens.v, states if spec.return_final_state else None
+    c = describe(spec)
+    pad_k, pad_v = c.key_width - spec.key_width, c.value_width - spec.value_width
+    short = c.held - spec.tokens
+
+    def token_array(y, pad):
+        if not (short or pad):
+            return y
+        return jnp.pad(y, ((0, 0), (0, short), (0, 0), (0, pad)))
+
+    q, k, v, gate, beta = x.tokens
+    q, k, v = token_array(q, pad_k), token_array(k, pad_k), token_array(v, pad_v)
+    wide = (c.batch, spec.tokens, c.value_heads, spec.key_width)
+    gate = jnp.zeros(wide, jnp.bfloat16) if gate is None else jnp.broadcast_to(gate, wide)
+    gate = token_array(gate, pad_k)
+    beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2).reshape(c.rows, spec.tokens)
+    a_log, dt_bias = x.parameters
+    if a_log is None:
+        a = jnp.ones(c.value_heads, jnp.float32)
+    else:
+        a = jnp.exp(jnp.minimum(a_log.astype(jnp.float32), _MAX_A_LOG))
+    bias = jnp.zeros((c.value_heads, c.key_width), jnp.float32)
+    if dt_bias is not None:
+        bias = jnp.broadcast_to(dt_bias.astype(jnp.float32), (c.value_heads, spec.key_width))
+        bias = jnp.pad(bias, ((0, 0), (0, pad_k)))
+
+    # Kernels hold states as [V, K], with a spare slot for documents that own none.
+    spare = c.regions - spec.max_documents if c.packed and spec.states_asked else 0
+    initial = None
+    if states is not None:
+        initial = jnp.pad(
+            jnp.swapaxes(states, 3, 4), ((0, 0), (0, spare), (0, 0), (0, pad_v), (0, pad_k))
+        )
+        if not c.packed:
+            initial = initial[:, :1]
+    if x.segment_ids is None:
+        tables = regions.empty(c)
+    else:
+        tables = regions.tabulate(x.segment_ids, c.regions, c.chunks)
+    arrays = (q, k, v, gate, beta, a, bias)
+    o, final = _kda(c, spec.return_final_state, arrays, initial, tables)
+    o = o[:, : spec.tokens, :, : spec.value_width]
+    if not spec.return_final_state:
+        return o, None
+    final = jnp.swapaxes(final[..., : spec.value_width, : spec.key_width], 3, 4)
+    if not c.packed and spec.max_documents > 1:
+        others = jnp.zeros(spec.state_shape, jnp.float32) if states is None else states
+        return o, jnp.concatenate([final, others[:, 1:]], axis=1)
+    return o, final[:, : spec.max_documents]
+
+
+def describe(spec: Spec) -> Chunks:
+    """The static description of a call that is not refused and has tokens."""
+    # One width for keys and values: the warpgroups of `gradients` take 64 channels of both.
+    width = WIDTHS[0] if max(spec.key_width, spec.value_width) <= WIDTHS[0] else WIDTHS[1]
+    count = spec.max_documents + 1 if spec.packed and spec.states_asked else 1
+    chunks = regions.chunk_count(spec.tokens, count) if spec.packed else -(-spec.tokens // CHUNK)
+    return Chunks(
+        batch=spec.batch,
+        tokens=spec.tokens,
+        held=max(spec.tokens, CHUNK),
+        regions=count,
+        chunks=chunks,
+        heads=spec.heads,
+        value_heads=spec.value_heads,
+        key_width=width,
+        value_width=width,
+        gate_form=spec.gate_form if spec.gate_width else "log_decay",
+        beta_form=spec.beta_form,
+        lower_bound=spec.lower_bound,
+        has_dt_bias=spec.has_dt_bias,
+        l2norm=spec.qk_l2norm,
+        scale=spec.scale,
+        packed=spec.packed,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kda(c, return_final, arrays, initial, tables):
+    return _forward_kernels(c, (return_final, False), *_arguments(arrays, initial, tables))
+
+
+def _arguments(arrays, initial, tables, *others):
+    """What all rows share, and what has an axis of rows."""
+    *tokens, a, bias = arrays
+    return (a, bias), (tokens, initial, tables, *others)
+
+
+@by_rows
+def _forward_kernels(c, options, shared, rows):
+    """o, final states and, saving, the states before every chunk and U."""
+    return_final, save = options
+    _, initial, tables = rows
+    prepared = prepare.kernel(c, with_inverse=False)(*_operands(c, shared, rows))
+    has_initial = initial is not None
+    if not has_initial:
+        initial = jnp.zeros((c.batch, 1, 1, 8, 8), jnp.float32)
+    return scan.kernel(c, has_initial, return_final, save)(*prepared, initial, tables.spans)
+
+
+def _operands(c, shared, rows):
+    """What `prepare` takes."""
+    (q, k, v, gate, beta), _, tables = rows[:3]
+    return q, k, v, gate, regions.by_place(c, tables, beta), *shared, tables.chunks, tables.labels
+
+
+def _forward(c, return_final, arrays, initial, tables):
+    arguments = _arguments(arrays, initial, tables)
+    o, final, states, u = _forward_kernels(c, (return_final, True), *arguments)
+    return (o, final), (arrays, initial, tables, states, u)
+
+
+def _backward(c, return_final, saved, cotangents):
+    arrays, initial, tables, states, u = saved
+    arguments = _arguments(arrays, initial, tables, states, u, *cotangents)
+    *dtokens, dinitial, sums = _backward_kernels(c, (return_final,), *arguments)
+    sums = sums.reshape(-1, c.value_heads, *sums.shape[1:])
+    da, dbias = sums[..., 1, :].sum(axis=(0, 2, 3)), sums[..., 0, :].sum(axis=(0, 2))
+    return (*dtokens, da, dbias), None if initial is None else dinitial, None
+
+
+@by_rows
+def _backward_kernels(c, options, shared, rows):
+    """The gradients of q, k, v, the gate, beta and the initial states, and every chunk's share of
+    those of the gate's parameters, `[B HV, NC, 2, K]`."""
+    (return_final,) = options
+    _, initial, tables, states, u, do, dfinal = rows
+    if c.packed:
+        real = jnp.take_along_axis(tables.labels > 0, tables.places, axis=1)
+        do = documents.mask(jnp.pad(real, ((0, 0), (0, c.held - c.tokens))), do)
+    operands = _operands(c, shared, rows)
+    prepared = prepare.kernel(c, with_inverse=True)(*operands)
+    w, kr, qd, _, p, decay, inverse = prepared
+    back = reverse.kernel(c, return_final, initial is not None)
+    du, dstates, dinitial = back(w, kr, qd, p, decay, do, dfinal, tables.spans)
+    q, k, _, gate, beta, a, bias, table, labels = operands
+    labels = jax.lax.bitcast_convert_type(labels, jnp.float32)
+    dq, dk, dv, dgate, dbeta, sums = gradients.kernel(c)(
+        q, k, gate, beta, a, bias, table, labels, do, inverse, u, du, states, dstates
+    )
+    if c.packed:
+        # No program wrote to chunks that do not exist.
+        used = jnp.repeat(tables.chunks[:, 1] >= 0, c.value_heads, axis=0)
+        sums = jnp.where(used[..., None, None], sums, 0)
+    if c.gate_form == "log_decay":
+        sums = sums.at[:, :, 1].set(0)
+
+    def of_key_heads(x):
+        if c.heads == c.value_heads:
+            return x
+        x = x.reshape(*x.shape[:2], c.heads, -1, x.shape[-1]).astype(jnp.float32)
+        return x.sum(axis=3).astype(q.dtype)
+
+    dbeta = regions.by_token(c, tables, dbeta)
+    return of_key_heads(dq), of_key_heads(dk), dv, dgate, dbeta, dinitial, sums
+
+
+_kda.defvjp(_forward, _backward)

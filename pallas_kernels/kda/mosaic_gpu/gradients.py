@@ -1,0 +1,485 @@
+"""Gradients of the inputs: all chunks side by side, from the states before and after each.
+
+With dU and the gradient dS' of the state after the chunk (`reverse`), S before it and U (`scan`):
+
+    dV = (A beta)^T dU        dP = tril(dO U^T)      dM = -stril(dV U^T)     (L = beta M)
+    dQd = dO S^T              dKd = -dV S^T          dKr = U dS'^T
+    dbeta = sum(dV U) / beta^2
+
+and from these those of q, k and of the log decays. Every factor of a pair is one of a row, decayed
+from its block's start, or of a column, decayed to its block's end (`prepare`); what lies between
+two blocks scales a sum that is carried from block to block, as in Horner's rule. The gradient of a
+log decay is a sum over the rows at or after it of row factor times its gradient, less column factor
+times its gradient: both sides use the same rounded factors, so that pairs on one side of a token
+cancel exactly, and a pair i == j is left out. What a token leaves in the state after the chunk
+counts for the later log decays alone, as a sum of its own: among saturated gates it is larger than
+their gradients by many orders. A warpgroup takes 64 channels of keys and 64 of values.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from . import blocks, exchange, tiles
+from .prepare import (
+    FLOOR,
+    SHIFT,
+    Chunks,
+    Place,
+    live_rows,
+    log_decay,
+    sigmoid,
+    softplus,
+    write_strength,
+)
+from .tiles import BF16, BLOCK, CHUNK, COL, F32, LOG2E, ROW, cols, load, rows
+
+WIDTH = 32
+# Rows of the exchange between warpgroups, and of beta and the labels.
+_QUERY, _KEY, _BETA, _OWN = range(4)
+_STRENGTH, _LABEL = (3, 2), (3, 3)
+
+
+def gate_gradient(c: Chunks, dlog, raw, a, dt):
+    """From that of the log decay (in nats) those of the raw gate and, summand by summand, of a."""
+    if c.gate_form == "log_decay":
+        return dlog, None
+    y = raw if dt is None else raw + cols(dt, raw.shape)
+    if c.gate_form == "bounded":
+        x = y * a
+        e = tiles.exp2(jnp.abs(x) * -LOG2E)
+        near = tiles.reciprocal(1.0 + e)
+        slope = dlog * (c.lower_bound * e * near * near)
+        return slope * a, slope * y
+    return dlog * sigmoid(y) * -a, -dlog * softplus(y)
+
+
+def by_level(near, level):
+    """Of the pairs of every block `[64, 16]` bf16 those that join two halves of 2^level tokens."""
+    r = jnp.bitwise_and(plgpu.broadcasted_iota(jnp.int32, near.shape, 0, layout=tiles.TILE), 15)
+    apart = jnp.bitwise_xor(r, plgpu.broadcasted_iota(jnp.int32, near.shape, 1, layout=tiles.TILE))
+    joins = lax.shift_right_logical(apart, level) == 1
+    return jnp.where(joins, near.astype(F32), 0.0).astype(BF16)
+
+
+def halves(within, level):
+    """The decay between each token and the middle of its sub-block of 2^(level + 1) tokens."""
+    return tiles.exp2(-jnp.abs(within - blocks.halfway(within, level)))
+
+
+def kernel(c: Chunks):
+    """The kernel: (q, k, gate, beta, a, dt_bias, tables, labels, do, A beta, U, dU, states,
+    dstates) to (dq, dk, dv, dgate, dbeta, sums).
+
+    Args of the kernel: as `prepare`, `scan` and `reverse` take and give them, save that labels are
+    the bits of float32: they share a buffer with beta.
+
+    Returns of the kernel: dq, dk `[B, T, HV, K]` (of every value head), dv `[B, T, HV, V]`, dgate
+    `[B, T, HV, K]` bf16; dbeta `[B HV, NC 64]` f32, of the raw one; sums `[B HV, NC, 2, K]` f32:
+    each chunk's share of the gradients of dt_bias and, channel by channel, of a.
+    """
+    D = c.key_width
+    groups = D // WIDTH
+    shift = SHIFT if c.bounded else 0.0
+    square, compact, part = (CHUNK, CHUNK), (CHUNK, BLOCK), (CHUNK, WIDTH)
+
+    def body(*refs):
+        q_r, k_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r = refs[:8]
+        do_r, inverse_r, u_r, du_r, states_r, dstates_r = refs[8:14]
+        dq_r, dk_r, dv_r, dg_r, dbeta_r, sums_r = refs[14:20]
+        (q_s, q_box), (k_s, k_box), (g_s, g_box), (values_s, values_box) = refs[20:24]
+        (keys_s, keys_box), u_s, columns_s, states_s, dstates_s = refs[24:29]
+        (pairs_s, inverse_s), tables_s, rows_s, raw_b, value_b, state_b, met_b = refs[29:]
+        group = lax.axis_index("group")
+        place = Place(c, lax.axis_index("chunk"), tables_r)
+        tokens = pl.ds(place.first, CHUNK)
+        block = pl.ds(place.chunk * CHUNK, CHUNK)
+        own = pl.ds(pl.multiple_of(group * WIDTH, WIDTH), WIDTH)
+
+        def meet():
+            """Both warpgroups: what either wrote is seen by the other."""
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(met_b)
+            plgpu.barrier_wait(met_b)
+
+        def exchanged(row):
+            total = load(rows_s.at[row, 0], ROW)
+            for i in range(1, groups):
+                total = total + load(rows_s.at[row, i], ROW)
+            return total
+
+        def token_labels(layout):
+            return lax.bitcast_convert_type(load(rows_s.at[*_LABEL], layout), jnp.int32)
+
+        def fetch():
+            copy = plgpu.copy_gmem_to_smem
+            for array, head, box in (
+                (g_r, place.head, g_box),
+                (k_r, place.key_head, k_box),
+                (q_r, place.key_head, q_box),
+            ):
+                copy(array.at[place.row, tokens, head, own], box.at[group], raw_b)
+            copy(do_r.at[place.row, tokens, place.head, own], values_box.at[group], value_b)
+            copy(du_r.at[place.out, block, own], values_s.at[groups + group], value_b)
+            copy(u_r.at[place.out, block, own], u_s.at[group], value_b)
+            at = (place.out, place.chunk, slice(None), own)
+            copy(states_r.at[at], states_s.at[group], state_b)
+            copy(dstates_r.at[at], dstates_s.at[group], state_b)
+
+            @pl.when(group == 0)
+            def _():
+                copy(beta_r.at[place.out, block], rows_s.at[*_STRENGTH], raw_b)
+                if c.packed:
+                    copy(labels_r.at[place.row, block], rows_s.at[*_LABEL], raw_b)
+                copy(inverse_r.at[place.out, block], inverse_s, value_b)
+
+        def send(buffer, box, array):
+            """A finished tile, committed, to a token array."""
+            target = array.at[place.row, tokens, place.head, own]
+            if not c.packed:
+                plgpu.copy_smem_to_gmem(box, target)
+                return
+            plgpu.copy_smem_to_gmem(box, target, place.count == CHUNK)
+
+            @pl.when(place.count < CHUNK)
+            def _():
+                tiles.copy_rows(buffer, target, place.count)
+
+        def chunk():
+            fetch()
+            a = a_r[place.head]
+
+            def bias():
+                return load(dt_r.at[place.head, own], COL) if c.has_dt_bias else None
+
+            decays, sums = (tables_s.at[group, i] for i in range(2))
+            decays[0] = tiles.zeros((WIDTH,), COL) + 1.0
+            sums[0] = tiles.zeros((WIDTH,), COL)
+            plgpu.barrier_wait(raw_b)
+            labels = token_labels(ROW) if c.packed else None
+            live = live_rows(c, place, labels, ROW)
+
+            def masked(x, mask=live):
+                return x if mask is None else jnp.where(rows(mask, x.shape), x, 0.0)
+
+            q16 = load(q_s.at[group])
+            if c.l2norm:
+                for row, x in ((_QUERY, q16), (_KEY, load(k_s.at[group]))):
+                    squares = blocks.pairs(tiles.zeros(compact), x, x)
+                    rows_s.at[row, group][...] = blocks.diagonal(squares)
+            g = log_decay(c, load(g_s.at[group]).astype(F32), a, bias())
+            if not c.bounded:
+                g = jnp.maximum(g, FLOOR)
+            within = blocks.cumsum(masked(g))
+            exchange.store_decays(within, decays)
+
+            # Values: dV, in the place of dU.
+            plgpu.barrier_wait(value_b)
+            mine = values_s.at[groups + group]
+            dv = tiles.product(part, (load(inverse_s.T), mine))
+            u = load(u_s.at[group]).astype(F32)
+            rows_s.at[_BETA, group][...] = jnp.sum(dv * u, axis=1)
+            tiles.warpgroup_barrier()
+            mine[...] = dv.astype(BF16)
+            meet()
+            send(mine, values_box.at[groups + group], dv_r)
+
+            # Pairs: warpgroup 0 takes P and warpgroup 1 M.
+            @pl.when(group < 2)
+            def _():
+                def contract(acc):
+                    for j in range(groups):
+                        plgpu.wgmma(acc, values_s.at[group * groups + j], u_s.at[j].T)
+                    return tiles.read(acc)
+
+                x = pl.run_scoped(contract, plgpu.ACC(square, F32))
+                x = x * (1.0 - 2.0 * group.astype(F32))
+                rows_s.at[_OWN, group][...] = blocks.diagonal(blocks.own(x))
+                i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=tiles.TILE)
+                j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=tiles.TILE)
+                keep = i > j
+                if c.packed:
+                    columns = jnp.abs(token_labels(COL))
+                    keep &= rows(jnp.abs(token_labels(ROW)), square) == cols(columns, square)
+                pairs_s.at[group][...] = jnp.where(keep, x, 0.0).astype(BF16)
+
+            # Keys and queries as their factors. Each use computes them anew: kept, they would not
+            # fit the registers.
+            q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
+            k_scale = q_scale
+            if c.l2norm:
+                q_scale, k_scale = (lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY))
+            if live is not None:
+                q_scale, k_scale = (jnp.where(live, x, 0.0) for x in (q_scale, k_scale))
+            anew = lax.optimization_barrier
+            decay = functools.partial(exchange.load_row, decays, n=WIDTH)
+
+            def key():
+                return masked(load(k_s.at[group]).astype(F32)) * rows(k_scale, part)
+
+            def unit_query():
+                return masked(anew(q16).astype(F32)) * rows(q_scale, part)
+
+            def seen():
+                return tiles.exp2_anew(within, 1.0, shift, sums)
+
+            def to_end():
+                if c.bounded:
+                    return back() * cols(decay((1, 2, 3, 4)) * 2.0**shift, part)
+                return tiles.exp2(cols(blocks.last_row(within), part) - within)
+
+            def back():
+                return tiles.exp2_anew(within, -1.0, -shift, sums)
+
+            key_tile, query_tile, column_tile = (x.at[group] for x in (keys_s, q_s, columns_s))
+            key_tile[...] = (key() * seen()).astype(BF16)
+            query_tile[...] = (unit_query() * c.scale * seen()).astype(BF16)
+            column_tile[...] = (key() * to_end()).astype(BF16)
+            meet()
+
+            own_pair = load(rows_s.at[_OWN, 0], ROW)
+
+            def after():
+                return decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
+
+            entering = leaving = lambda x: x
+            if c.packed:
+                same = jnp.abs(token_labels(ROW))
+                entering = functools.partial(masked, mask=same == place.entry)
+                leaving = functools.partial(masked, mask=same == place.exit)
+            plgpu.barrier_wait(state_b)
+
+            def with_state(values, state):
+                """All of the values times this group's channels of a state."""
+
+                def contract(acc):
+                    for j in range(groups):
+                        rows_j = state.at[group, pl.ds(j * WIDTH, WIDTH)]
+                        plgpu.wgmma(acc, values.at[j], rows_j)
+                    return tiles.read(acc)
+
+                return pl.run_scoped(contract, plgpu.ACC(part, F32))
+
+            def row_gradient(pairs, from_state):
+                """That of a row factor, from the state and then from earlier blocks: on its way
+                the sum decays as the state would."""
+                x = entering(from_state)
+                for block, scale in ((0, (0, 1, 1, 1)), (1, (0, 0, 2, 2)), (2, (0, 0, 0, 3))):
+                    x = x * cols(decay(scale), part)
+                    places = tuple((w, block) if w > block else None for w in range(4))
+                    x = blocks.shared_times(x, pairs, column_tile, places, (block,) * 4)
+                return x * 2.0**-shift
+
+            def column_gradient():
+                """That of a column factor, from later blocks."""
+                x = tiles.zeros(part)
+                for block, scale in ((3, (3, 3, 0, 0)), (2, (2, 0, 0, 0)), (1, None)):
+                    places = tuple((block, w) if w < block else None for w in range(4))
+                    x = from_columns(x, places, (block,) * 4)
+                    if scale is not None:
+                        x = x * cols(decay(scale), part)
+                return x * 2.0**-shift
+
+            def outgoing():
+                """That of a column factor, from the state after the chunk."""
+                return leaving(with_state(u_s, dstates_s)) * cols(after(), part)
+
+            def from_columns(x, places, of):
+                for pairs, tile in ((delta_pairs, key_tile), (read_pairs, query_tile)):
+                    x = blocks.shared_times(x, pairs, tile, places, of, transpose=True)
+                return x
+
+            read_pairs, delta_pairs = pairs_s.at[0], pairs_s.at[1]
+
+            def near(pairs):
+                return blocks.own(load(pairs))
+
+            # Keys as rows.
+            dk = row_gradient(
+                delta_pairs, -with_state(values_s.at[pl.ds(groups, groups)], states_s)
+            )
+            tiles.warpgroup_barrier()
+            if c.bounded:
+                dk = blocks.times(dk, near(delta_pairs), (key() * back()).astype(BF16), False)
+            tiles.warpgroup_barrier()
+            # Settled: as a product that waits to be fused with the next sum it would keep both
+            # of its factors in registers.
+            dlog = jnp.maximum(load(key_tile).astype(F32) * dk, -3e38)
+            dk = dk * seen() + rows(own_pair, part) * unit_query() * c.scale
+
+            # Keys as columns: of the state after the chunk, of later blocks, of their own.
+            tiles.warpgroup_barrier()
+            dk = dk + outgoing() * to_end()
+            tiles.warpgroup_barrier()
+            x = column_gradient()
+            tiles.warpgroup_barrier()
+            dlog = dlog - load(column_tile).astype(F32) * x
+            dk = dk + x * to_end()
+            tiles.warpgroup_barrier()
+            if c.bounded:
+                x = from_columns(tiles.zeros(part), tuple((w, w) for w in range(4)), (0, 1, 2, 3))
+                tiles.warpgroup_barrier()
+                dlog = dlog - (key() * back()).astype(BF16).astype(F32) * x
+                dk = dk + x * back()
+            else:
+                near_read, near_delta = near(read_pairs), near(delta_pairs)
+
+                def by_halves(level, carry):
+                    dk, dlog = carry
+                    e = halves(within, level)
+                    x16 = (key() * e).astype(BF16)
+                    joined = by_level(near_delta, level)
+                    x = blocks.times(tiles.zeros(part), joined, x16, False)
+                    dlog = dlog + x16.astype(F32) * x
+                    dk = dk + x * e
+                    x = blocks.times(tiles.zeros(part), joined, x16, True)
+                    y16 = (unit_query() * c.scale * e).astype(BF16)
+                    x = blocks.times(x, by_level(near_read, level), y16, True)
+                    return dk + x * e, dlog - x16.astype(F32) * x
+
+                dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
+
+            def finish(row, d, unit, scale):
+                """From the gradient of a vector over its norm that of the vector: only what is at
+                right angles to it passes."""
+                if not c.l2norm:
+                    return masked(d)
+                rows_s.at[row, group][...] = jnp.sum(unit() * d, axis=1)
+                meet()
+                return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
+
+            dk = finish(_KEY, dk, key, k_scale)
+            tiles.warpgroup_barrier()
+            key_tile[...] = dk.astype(BF16)
+            plgpu.commit_smem()
+            send(key_tile, keys_box.at[group], dk_r)
+
+            # Queries.
+            dq = row_gradient(read_pairs, with_state(values_s, states_s))
+            if c.bounded:
+                dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
+            dlog = dlog + load(query_tile).astype(F32) * dq
+            dq = dq * seen() + rows(own_pair, part) * key()
+            if not c.bounded:
+                near_read = near(read_pairs)
+
+                def by_halves(level, carry):
+                    dq, dlog = carry
+                    e = halves(within, level)
+                    x16 = (key() * e).astype(BF16)
+                    joined = by_level(near_read, level)
+                    x = blocks.times(tiles.zeros(part), joined, x16, False)
+                    y16 = (unit_query() * c.scale * e).astype(BF16)
+                    return dq + x * e, dlog + y16.astype(F32) * x
+
+                dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
+            dq = finish(_QUERY, dq * c.scale, unit_query, q_scale)
+            tiles.warpgroup_barrier()
+            query_tile[...] = dq.astype(BF16)
+            plgpu.commit_smem()
+            send(query_tile, q_box.at[group], dq_r)
+
+            # Log decays: of the state, and of what earlier tokens leave in the next one.
+            leaves = load(column_tile).astype(F32) * outgoing()
+            exchange.store_column_sums(leaves, sums)
+            leaves = blocks.cumsum(leaves, exclusive=True)
+            tiles.warpgroup_barrier()
+            earlier = functools.partial(exchange.load_row, sums, n=WIDTH)
+            rest = earlier((0, 1, 1, 1)) + earlier((0, 0, 2, 2)) + earlier((0, 0, 0, 3))
+            state = tiles.zeros(part)
+            for j in range(D // CHUNK):
+                half = (group, pl.ds(j * CHUNK, CHUNK))
+                state = state + load(states_s.at[half]).astype(F32) * load(
+                    dstates_s.at[half]
+                ).astype(F32)
+            tiles.warpgroup_barrier()
+            exchange.store_column_sums(state, sums)
+            tiles.warpgroup_barrier()
+            whole = decay((1, 1, 1, 1)) * decay((2, 2, 2, 2)) * decay((3, 3, 3, 3))
+            whole = whole * decay((4, 4, 4, 4))
+            if c.packed:
+                whole = jnp.where(place.entry == place.exit, whole, 0.0)
+            rest = rest + column_total(sums) * whole
+
+            # And of pairs, and of what reads the state before: sums over the rows at or after.
+            tiles.warpgroup_barrier()
+            dlog = blocks.suffix_sum(dlog)
+            exchange.store_firsts(dlog, sums)
+            tiles.warpgroup_barrier()
+            later = functools.partial(exchange.load_row, sums, n=WIDTH)
+            rest = rest + later((2, 3, 4, 0)) + later((3, 4, 0, 0)) + later((4, 0, 0, 0))
+            dlog = masked(dlog + leaves + cols(rest, part))
+            draw, da = gate_gradient(c, dlog, load(g_s.at[group]).astype(F32), a, bias())
+            draw = masked(draw)
+            tiles.warpgroup_barrier()
+            exchange.store_column_sums(draw, sums)
+            tiles.warpgroup_barrier()
+            sums_r[place.out, place.chunk, 0, own] = column_total(sums)
+            if da is not None:
+                tiles.warpgroup_barrier()
+                exchange.store_column_sums(masked(da), sums)
+                tiles.warpgroup_barrier()
+                sums_r[place.out, place.chunk, 1, own] = column_total(sums)
+            g_s.at[group][...] = draw.astype(BF16)
+            plgpu.commit_smem()
+            send(g_s.at[group], g_box.at[group], dg_r)
+
+            raw = load(rows_s.at[*_STRENGTH], ROW)
+            beta = write_strength(c, raw, ROW)
+            dbeta = exchanged(_BETA) / (beta * beta)
+            if c.beta_form == "logit":
+                dbeta = dbeta * sigmoid(raw, ROW) * sigmoid(-raw, ROW)
+            if live is not None:
+                dbeta = jnp.where(live, dbeta, 0.0)
+            dbeta_r[place.out, block] = dbeta
+            plgpu.wait_smem_to_gmem(0)
+
+        def column_total(table):
+            total = load(table.at[1], COL)
+            for i in (2, 3, 4):
+                total = total + load(table.at[i], COL)
+            return total
+
+        if c.packed:
+            pl.when(place.count >= 0)(chunk)
+        else:
+            chunk()
+
+    token = jax.ShapeDtypeStruct((c.batch, c.held, c.value_heads, D), BF16)
+    shape = (groups, CHUNK, WIDTH)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            token,
+            token,
+            token,
+            token,
+            jax.ShapeDtypeStruct((c.rows, c.length), F32),
+            jax.ShapeDtypeStruct((c.rows, c.chunks, 2, D), F32),
+        ),
+        grid=(c.batch * c.chunks * c.value_heads,),
+        grid_names=("chunk",),
+        num_threads=groups,
+        thread_name="group",
+        scratch_types=(
+            *(tiles.by_token(shape) for _ in range(3)),
+            tiles.by_token((2 * groups, CHUNK, WIDTH)),
+            tiles.by_token(shape),
+            *(tiles.swizzled(shape, swizzle=2 * WIDTH) for _ in range(2)),
+            *(tiles.swizzled((groups, D, WIDTH), swizzle=2 * WIDTH) for _ in range(2)),
+            # A beta has been read where the pairs are written.
+            plgpu.RefUnion(tiles.swizzled((2, CHUNK, CHUNK)), tiles.swizzled((CHUNK, CHUNK))),
+            plgpu.SMEM((groups, 2, exchange.END_ROWS, WIDTH), F32),
+            plgpu.SMEM((4, 4, CHUNK), F32),
+            plgpu.Barrier(num_arrivals=3 * groups + 1 + c.packed),
+            plgpu.Barrier(num_arrivals=3 * groups + 1),
+            plgpu.Barrier(num_arrivals=2 * groups),
+            plgpu.Barrier(num_arrivals=groups),
+        ),
+        compiler_params=tiles.compiler_params(),
+        kernel_name=f"kda_gradients_{'bounded' if c.bounded else 'exact'}",
+    )

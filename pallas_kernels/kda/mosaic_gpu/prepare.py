@@ -1,0 +1,475 @@
+"""Prepare: everything in a chunk that needs no state, all chunks of all rows side by side.
+
+One warpgroup takes a chunk of one value head, from raw inputs to the operands of the scan
+
+    W = A beta Kd     U0 = A beta V     Kr = exp(G_C - G) K     Qd = exp(G) Q     P = tril(Q Kd'^T)
+
+with A = (I + L)^-1 (`chunked` has the algebra). Only pairs of tokens need care, since their decay
+exp(G_i - G_j) splits into two factors. Blocks of 16 tokens are anchored one by one:
+
+    off the diagonal  the row's factor decays from its block's start and the column's to its block's
+                      end, what lies between scales the row's: nothing exceeds 1, for any gate;
+    on the diagonal   `bounded`: both factors anchored at the block's start, shifted so that
+                      neither exceeds 2^58 while a token decays by at most 5 nats;
+                      otherwise: pairs split by halves as in `pairs.halving`, one product for each
+                      of 8, 4, 2 and 1 tokens, no exponent above 0.
+
+All anchors lie at or before the pair's row, so later tokens change no bit of an earlier one.
+Exponents are in base 2. Channels come in slabs of 32, which the loop keeps rolled: unrolled, the
+instructions do not fit their cache.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from . import blocks, exchange, tiles
+from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, LOG2E, ROW, cols, load, rows
+
+SLAB = 32
+# Half of what 16 tokens at 5 nats decay by, 115.4 in base 2.
+SHIFT = 58.0
+# Below this a float32 is zero, whatever the decay: sums of log decays stay exact.
+FLOOR = -200.0
+# Halves of 2^level tokens, and the sum that their pairs go to: those of 2 and 1 are masked.
+HALVES = ((3, 0), (2, 0), (1, 1), (0, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """What is static about the kernels of a call.
+
+    tokens: T, of `held` in the arrays; chunks: NC of every row. `packed`: chunks start where the
+    tables say, and tokens carry labels; else chunk n starts at 64 n and only the last may be
+    ragged. regions: R, stretches of a row that the scan takes on their own.
+    """
+
+    batch: int
+    tokens: int
+    held: int
+    regions: int
+    chunks: int
+    heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    gate_form: str
+    beta_form: str
+    lower_bound: float
+    has_dt_bias: bool
+    l2norm: bool
+    scale: float
+    packed: bool
+
+    @property
+    def bounded(self) -> bool:
+        return self.gate_form == "bounded" and self.lower_bound >= -5.0
+
+    @property
+    def ragged(self) -> bool:
+        return not self.packed and self.tokens % CHUNK != 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of prepared arrays: `[B HV, NC 64, ...]`."""
+        return self.batch * self.value_heads
+
+    @property
+    def length(self) -> int:
+        return self.chunks * CHUNK
+
+
+def log_decay(c: Chunks, raw, a, dt):
+    """log2 of the decay, from a raw gate `[64, n]`; a is exp(A_log), dt `[n]` a COL or None."""
+    if c.gate_form == "log_decay":
+        return raw * LOG2E
+    x = raw if dt is None else raw + cols(dt, raw.shape)
+    if c.gate_form == "bounded":
+        return tiles.reciprocal(1.0 + tiles.exp2(x * (a * -LOG2E))) * (c.lower_bound * LOG2E)
+    return softplus(x) * (a * -LOG2E)
+
+
+def softplus(x):
+    """max(x, 0) + log1p(exp(-|x|)), to float32's accuracy at both ends."""
+    e = tiles.exp2(jnp.abs(x) * -LOG2E)
+    series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0)))
+    return jnp.maximum(x, 0.0) + jnp.where(e < 0.02, series, jnp.log(1.0 + e))
+
+
+def sigmoid(x, layout=tiles.TILE):
+    return tiles.reciprocal(1.0 + tiles.exp2(x * -LOG2E, layout), layout)
+
+
+def write_strength(c: Chunks, raw, layout):
+    """beta; never quite 0, so that its gradient is U / beta, and 2^-40 changes nothing."""
+    beta = sigmoid(raw, layout) if c.beta_form == "logit" else raw
+    return jnp.where(jnp.abs(beta) < 2.0**-40, 2.0**-40, beta)
+
+
+class Place:
+    """Where a program's chunk lies: row b, chunk n, head h, its first token and how many."""
+
+    def __init__(self, c: Chunks, index, tables):
+        self.head = lax.rem(index, c.value_heads)
+        rest = lax.div(index, c.value_heads)
+        self.chunk = lax.rem(rest, c.chunks)
+        self.row = lax.div(rest, c.chunks)
+        self.out = self.row * c.value_heads + self.head
+        self.key_head = lax.div(self.head, c.value_heads // c.heads)
+        if c.packed:
+            self.first, self.count, self.entry, self.exit = (
+                tables[self.row, i, self.chunk] for i in range(4)
+            )
+        else:
+            self.first = self.chunk * CHUNK
+            self.count = jnp.minimum(c.tokens - self.first, CHUNK)
+
+
+def slab(s):
+    return pl.ds(pl.multiple_of(s * SLAB, SLAB), SLAB)
+
+
+def live_rows(c: Chunks, place: Place, labels, layout):
+    """ROW or COL of bool: the chunk's own, real tokens; None where all are."""
+    if not (c.packed or c.ragged):
+        return None
+    index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
+    live = index < place.count
+    if c.packed:
+        live &= labels > 0
+    return live
+
+
+def kernel(c: Chunks, with_inverse: bool):
+    """The kernel: (q, k, v, gate, beta, a, dt_bias, tables, labels) to (-W, Kr, Qd, U0, P, decay)
+    and, with `with_inverse`, A beta.
+
+    Args of the kernel:
+      q, k `[B, T, H, K]`, v `[B, T, HV, V]`, gate `[B, T, HV, K]` bf16, as the caller holds them.
+      beta `[B HV, NC 64]` f32, raw; a `[HV]` f32, exp(A_log); dt_bias `[HV, K]` f32.
+      tables `[B, 4, NC]` int32: a chunk's first token, its number of tokens (below 0: no chunk),
+        and the labels of the documents live before and after it; labels `[B, NC 64]` int32,
+        negative at padding. Beta and labels come by place and not by token: their copies have to
+        start at a multiple of 16 bytes.
+
+    Returns of the kernel: `[B HV, NC 64, K or V or 64]` bf16; decay `[B HV, NC, K]` f32.
+    """
+    K, V = c.key_width, c.value_width
+    slabs = K // SLAB
+    shift = SHIFT if c.bounded else 0.0
+    tile = (CHUNK, SLAB)
+    compact = (CHUNK, BLOCK)
+
+    def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, *refs):
+        outs, refs = refs[: 6 + with_inverse], refs[6 + with_inverse :]
+        w_r, kr_r, qd_r, u0_r, p_r, d_r = outs[:6]
+        (q_s, q_box), (k_s, k_box), (v_s, v_box), (g_s, g_box, (p_s, a_s)) = refs[:4]
+        c_s, kd_s, x16_s, x32_s, y32_s = refs[4:9]
+        decays_s, beta_s, own_s, labels_s, gate_b, qk_b, v_b = refs[9:]
+        place = Place(c, lax.axis_index("chunk"), tables_r)
+        tokens = pl.ds(place.first, CHUNK)
+        block = pl.ds(place.chunk * CHUNK, CHUNK)
+
+        def fetch(array, head, box, barrier):
+            for i in range(box.shape[0]):
+                part = pl.ds(i * box.shape[2], box.shape[2])
+                plgpu.copy_gmem_to_smem(array.at[place.row, tokens, head, part], box.at[i], barrier)
+
+        def send(buffer, array):
+            for i in range(buffer.shape[0]):
+                part = pl.ds(i * buffer.shape[2], buffer.shape[2])
+                target = array.at[place.out, block, part]
+                plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
+            plgpu.commit_smem_to_gmem_group()
+
+        def chunk():
+            fetch(g_r, place.head, g_box, gate_b)
+            fetch(k_r, place.key_head, k_box, qk_b)
+            fetch(q_r, place.key_head, q_box, qk_b)
+            fetch(v_r, place.head, v_box, v_b)
+            plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], beta_s, qk_b)
+            if c.packed:
+                plgpu.copy_gmem_to_smem(labels_r.at[place.row, block], labels_s, qk_b)
+            a = a_r[place.head]
+
+            for i in range(2):
+                decays_s[i, 0] = tiles.zeros((SLAB,), COL) + 1.0
+            plgpu.barrier_wait(qk_b)
+            labels = load(labels_s, ROW) if c.packed else None
+            live = live_rows(c, place, labels, ROW)
+
+            def masked(x, mask=live):
+                return x if mask is None else jnp.where(rows(mask, x.shape), x, 0.0)
+
+            q_scale, k_scale = norms(q_s, k_s, live)
+            plgpu.barrier_wait(gate_b)
+
+            def pairs(*accs):
+                def step(s, carry):
+                    near_l, near_p = carry
+                    channels = slab(s)
+                    dt = load(dt_r.at[place.head, channels], COL) if c.has_dt_bias else None
+                    g = log_decay(c, load(g_s.at[s]).astype(F32), a, dt)
+                    if not c.bounded:
+                        g = jnp.maximum(g, FLOOR)
+                    within = blocks.cumsum(masked(g))
+                    table = decays_s.at[lax.rem(s, 2)]
+                    exchange.store_decays(within, table)
+                    k = masked(load(k_s.at[s]).astype(F32))
+                    q = masked(load(q_s.at[s]).astype(F32)) * rows(q_scale, tile)
+                    if c.l2norm:
+                        k = k * rows(k_scale, tile)
+                    tiles.warpgroup_barrier()
+                    decay = functools.partial(exchange.load_row, table, n=SLAB)
+                    own = decay((1, 2, 3, 4))
+                    after = decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
+                    from_1 = decay((0, 0, 0, 3))
+                    from_0 = from_1 * decay((0, 0, 2, 2))
+                    before = from_0 * decay((0, 1, 1, 1))
+
+                    if c.bounded:
+                        seen = tiles.exp2(within + shift)
+                        k_seen, q_seen = k * seen, q * seen
+                        k_back = k * tiles.exp2(-shift - within)
+                        k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
+                        back = k_back.astype(BF16)
+                        near_l = (blocks.pairs(near_l[0], k_near, back),)
+                        near_p = (blocks.pairs(near_p[0], q_near, back),)
+                        k_end = k_back * cols(own * 2.0**shift, tile)
+                    else:
+                        seen = tiles.exp2(within)
+                        k_seen, q_seen = k * seen, q * seen
+                        k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
+                        k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
+                        near_l, near_p = list(near_l), list(near_p)
+                        for level, i in HALVES:
+                            e = tiles.exp2(-jnp.abs(within - blocks.halfway(within, level)))
+                            x, y = (k * e).astype(BF16), (q * e).astype(BF16)
+                            near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
+                            near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
+                        near_l, near_p = tuple(near_l), tuple(near_p)
+
+                    # Rows of documents other than the one live before, or after, the chunk.
+                    entering = leaving = lambda x: x
+                    if c.packed:
+                        same = jnp.abs(load(labels_s, ROW))
+                        entering = functools.partial(masked, mask=same == place.entry)
+                        leaving = functools.partial(masked, mask=same == place.exit)
+                    to_start = cols(before * 2.0**-shift, tile)
+                    kd_s[:, channels] = entering(k_seen * -to_start).astype(BF16)
+                    q_s.at[s][...] = entering(q_seen * to_start).astype(BF16)
+                    k_s.at[s][...] = leaving(k_end * cols(after, tile)).astype(BF16)
+                    c_s[:, channels] = k_end.astype(BF16)
+                    far = [cols(x, tile) for x in (from_0, from_1)]
+                    k_far = [*((k_seen * f).astype(BF16) for f in far), k_near]
+                    q_far = [*((q_seen * f).astype(BF16) for f in far), q_near]
+                    # In warp 0 nothing lies before: its block and those after it are the chunk.
+                    total = own * after
+                    if c.packed:
+                        total = jnp.where(place.entry == place.exit, total, 0.0)
+                    exchange.store_first_warp(total, d_r.at[place.out, place.chunk, channels])
+                    plgpu.commit_smem()
+                    for i in range(3):
+                        columns = c_s.at[pl.ds(i * BLOCK, BLOCK), channels].T
+                        plgpu.wgmma(accs[i], k_far[i], columns)
+                        plgpu.wgmma(accs[3 + i], q_far[i], columns)
+                    plgpu.wgmma_wait(0)
+                    return near_l, near_p
+
+                blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
+                near_l, near_p = lax.fori_loop(0, slabs, step, (blank, blank))
+                return near_l, near_p, tuple(tiles.read(x) for x in accs)
+
+            near_l, near_p, far = pl.run_scoped(pairs, *(plgpu.ACC(compact, F32) for _ in range(6)))
+            send(k_s, kr_r)
+            send(q_s, qd_r)
+
+            r = jnp.bitwise_and(
+                plgpu.broadcasted_iota(jnp.int32, compact, 0, layout=tiles.TILE), 15
+            )
+            j = plgpu.broadcasted_iota(jnp.int32, compact, 1, layout=tiles.TILE)
+            if c.bounded:
+                near_l = jnp.where(r > j, near_l[0], 0.0)
+                near_p = jnp.where(r >= j, near_p[0], 0.0)
+            else:
+                near_l, near_p = (by_halves(r, j, x) for x in (near_l, near_p))
+                near_p = jnp.where(r == j, rows(load(own_s, ROW), compact), near_p)
+            far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in (far[:3], far[3:]))
+            if c.packed:
+                label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
+                own_labels = [
+                    jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)
+                ]
+                same = [label_rows == cols(x, compact) for x in own_labels]
+                far_l = tuple(jnp.where(s, x, 0.0) for s, x in zip(same, far_l, strict=False))
+                far_p = tuple(jnp.where(s, x, 0.0) for s, x in zip(same, far_p, strict=False))
+                own = cols(tiles.by_warp(*own_labels), compact)
+                near_l = jnp.where(label_rows == own, near_l, 0.0)
+                near_p = jnp.where(label_rows == own, near_p, 0.0)
+
+            nothing = tiles.zeros(compact)
+            read = jnp.concatenate(
+                [
+                    tiles.by_warp(*(nothing,) * i, near_p, *(far_p[i],) * (3 - i))
+                    if i < 3
+                    else tiles.by_warp(nothing, nothing, nothing, near_p)
+                    for i in range(4)
+                ],
+                axis=1,
+            )
+            p_s[...] = read.astype(BF16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(p_s, p_r.at[place.out, block])
+
+            beta = write_strength(c, load(beta_s, ROW), ROW)
+            beta_cols = write_strength(c, load(beta_s, COL), COL)
+            if live is not None:
+                labels_cols = load(labels_s, COL) if c.packed else None
+                beta = jnp.where(live, beta, 0.0)
+                beta_cols = jnp.where(live_rows(c, place, labels_cols, COL), beta_cols, 0.0)
+            strength = rows(beta, compact)
+            A = inverse(near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s)
+            A = (A * cols(beta_cols, (CHUNK, CHUNK))).astype(BF16)
+            if with_inverse:
+                a_s[...] = A
+            plgpu.barrier_wait(v_b)
+            if c.packed:
+                for i in range(V // CHUNK):
+                    v_s[i] = masked(load(v_s.at[i]).astype(F32)).astype(BF16)
+            if with_inverse or c.packed:
+                plgpu.commit_smem()
+            if with_inverse:
+                plgpu.copy_smem_to_gmem(a_s, outs[6].at[place.out, block])
+
+            def finish(w_acc, *u_accs):
+                plgpu.wgmma(w_acc, A, kd_s)
+                for i, u_acc in enumerate(u_accs):
+                    plgpu.wgmma(u_acc, A, v_s.at[i])
+                c_s[...] = tiles.read(w_acc, len(u_accs)).astype(BF16)
+                u = [tiles.read(u_acc).astype(BF16) for u_acc in u_accs]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(c_s, w_r.at[place.out, block])
+                for i, part in enumerate(u):
+                    v_s[i] = part
+                plgpu.commit_smem()
+                send(v_s, u0_r)
+
+            u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
+            pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
+            plgpu.wait_smem_to_gmem(0)
+
+        def norms(q_s, k_s, live):
+            """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
+            left in a buffer.
+
+            They come from products of a block with itself: of exact terms, summed in float32."""
+            q_scale = plgpu.layout_cast(jnp.full((CHUNK,), c.scale, F32), ROW)
+            if c.bounded and not c.l2norm:
+                return q_scale, None
+
+            def step(s, sums):
+                q, k = (load(ref.at[s]) for ref in (q_s, k_s))
+                operands = ((q, q), (k, k), (q, k))
+                return tuple(blocks.pairs(x, *y) for x, y in zip(sums, operands, strict=False))
+
+            blank = (tiles.zeros(compact),) * (2 if c.bounded else 3)
+            sums = [blocks.diagonal(x) for x in lax.fori_loop(0, slabs, step, blank)]
+            k_scale = None
+            if c.l2norm:
+                q_scale = q_scale * lax.rsqrt(sums[0] + 1e-6)
+                k_scale = lax.rsqrt(sums[1] + 1e-6)
+                if live is not None:
+                    # Whatever stands at padding, NaN included.
+                    q_scale, k_scale = (jnp.where(live, x, 0.0) for x in (q_scale, k_scale))
+            if not c.bounded:
+                own = sums[2] * q_scale
+                if c.l2norm:
+                    own = own * k_scale
+                own_s[...] = own if live is None else jnp.where(live, own, 0.0)
+            return q_scale, k_scale
+
+        if c.packed:
+            pl.when(place.count >= 0)(chunk)
+        else:
+            chunk()
+
+    def shape(width, dtype=BF16):
+        return jax.ShapeDtypeStruct((c.rows, c.length, width), dtype)
+
+    decay = jax.ShapeDtypeStruct((c.rows, c.chunks, K), F32)
+    outs = [shape(K), shape(K), shape(K), shape(V), shape(CHUNK), decay]
+    wide = functools.partial(tiles.swizzled, swizzle=2 * SLAB)
+    square = tiles.swizzled((CHUNK, CHUNK))
+    return plgpu.kernel(
+        body,
+        out_type=(*outs, *([shape(CHUNK)] * with_inverse)),
+        grid=(c.batch * c.chunks * c.value_heads,),
+        grid_names=("chunk",),
+        scratch_types=(
+            tiles.by_token((slabs, CHUNK, SLAB)),
+            tiles.by_token((slabs, CHUNK, SLAB)),
+            tiles.by_token((V // CHUNK, CHUNK, CHUNK)),
+            tiles.by_token((slabs, CHUNK, SLAB), (square, square)),
+            wide((CHUNK, K)),
+            wide((CHUNK, K)),
+            tiles.swizzled((CHUNK, BLOCK), F16, 2 * BLOCK),
+            tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
+            tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
+            plgpu.SMEM((2, exchange.END_ROWS, SLAB), F32),
+            plgpu.SMEM((CHUNK,), F32),
+            plgpu.SMEM((CHUNK,), F32),
+            plgpu.SMEM((CHUNK,), jnp.int32),
+            plgpu.Barrier(num_arrivals=slabs),
+            plgpu.Barrier(num_arrivals=2 * slabs + 1 + c.packed),
+            plgpu.Barrier(num_arrivals=V // CHUNK),
+        ),
+        compiler_params=tiles.compiler_params(),
+        kernel_name=f"kda_prepare_{'bounded' if c.bounded else 'exact'}",
+    )
+
+
+def by_halves(r, j, sums):
+    """The pairs j < r of a block, from the sums that `HALVES` names."""
+    apart = jnp.bitwise_xor(r, j)
+    pairs = jnp.where((r > j) & (apart < 4), jnp.where(apart < 2, sums[2], sums[1]), sums[0])
+    return jnp.where(r > j, pairs, 0.0)
+
+
+def inverse(near, far, x16_s, x32_s, y32_s):
+    """(I + L)^-1 `[64, 64]` f32, from L's diagonal blocks `near` and `far[i]`, the columns of
+    block i in the rows of later blocks, all `[64, 16]`; other rows of `far` may hold anything.
+
+    Blocks of 16 are inverted by their warps; then 16 to 32 and 32 to 64, by -X_2 L_21 X_1."""
+    compact, wide = (CHUNK, BLOCK), (CHUNK, 2 * BLOCK)
+    nothing = tiles.zeros(compact)
+    X = blocks.inverse(near)
+    x16_s[...] = X.astype(F16)
+    plgpu.commit_smem()
+    Y = tiles.product(
+        compact,
+        (tiles.by_warp(nothing, far[0], nothing, nothing).astype(F16), x16_s.at[pl.ds(0, BLOCK)]),
+        (tiles.by_warp(nothing, nothing, nothing, far[2]).astype(F16), x16_s.at[pl.ds(32, BLOCK)]),
+    )
+    low = -blocks.product(X, Y)
+    X = jnp.concatenate(
+        [tiles.by_warp(X, low, X, low), tiles.by_warp(nothing, X, nothing, X)], axis=1
+    )
+    X16 = X.astype(F16)
+    x32_s[...] = X16
+    plgpu.commit_smem()
+    below = jnp.concatenate(
+        [tiles.by_warp(nothing, nothing, x, x) for x in (far[0], far[1])], axis=1
+    )
+    Y = tiles.product(wide, (below.astype(F16), x32_s.at[pl.ds(0, 32)]))
+    y32_s[...] = Y.astype(F16)
+    plgpu.commit_smem()
+    Z = -tiles.product(wide, (X16, y32_s.at[pl.ds(32, 32)]))
+    nothing = tiles.zeros(wide)
+    return jnp.concatenate(
+        [tiles.by_warp(X, X, Z, Z), tiles.by_warp(nothing, nothing, X, X)], axis=1
+    )

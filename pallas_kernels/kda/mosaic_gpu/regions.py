@@ -1,0 +1,97 @@
+"""Packed rows as regions of chunks: no token is moved, tables say where chunks start.
+
+A region is what the scan walks over with one state: with states asked, region n of a row is what
+document n + 1 owns (padding belongs to the document before it, leading padding to the first), and
+one more region takes documents that own no slot; without, the whole row is one region. Chunks
+start at their region's first token, so they straddle no region; where documents share a region,
+labels tell a chunk's tokens apart.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import documents
+from .prepare import Chunks
+from .tiles import CHUNK
+
+
+class Tables(NamedTuple):
+    """chunks `[B, 4, NC]`: first token, number of tokens (-1: no chunk), labels of the documents
+    live before and after; spans `[B, 4, R]`: a region's first chunk, number of chunks, first token,
+    number of tokens; sources `[B, NC 64]`: the token at each place of the chunks, and places
+    `[B, T]`: the place of each token; labels `[B, NC 64]`, negative at padding."""
+
+    chunks: jax.Array
+    spans: jax.Array
+    sources: jax.Array
+    places: jax.Array
+    labels: jax.Array
+
+
+def chunk_count(tokens: int, regions: int) -> int:
+    """Chunks that hold any split of a row into regions, each of at least one chunk."""
+    return tokens // CHUNK + regions
+
+
+def tabulate(segment_ids: jax.Array, regions: int, chunks: int) -> Tables:
+    docs = documents.read(segment_ids)
+    tokens = segment_ids.shape[1]
+    label = jnp.maximum(docs.live, 1)
+    region = jnp.minimum(label, regions) - 1
+    bounds = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(regions + 1)))(region)
+    sizes = jnp.diff(bounds)
+    counts = jnp.maximum(-(-sizes // CHUNK), 1)
+    ends = jnp.cumsum(counts, axis=1)
+    begins = ends - counts
+
+    index = jnp.arange(chunks)
+    owner = jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(ends)
+    used = owner < regions
+
+    def pick(x):
+        return jnp.take_along_axis(x, jnp.minimum(owner, regions - 1), axis=1)
+
+    offset = (index - pick(begins)) * CHUNK
+    first = pick(bounds[:, :-1]) + offset
+    size = jnp.clip(pick(sizes) - offset, 0, CHUNK)
+
+    def at(place):
+        return jnp.take_along_axis(label, jnp.clip(place, 0, tokens - 1), axis=1)
+
+    entry = at(jnp.where(offset > 0, first - 1, first))
+    leave = jnp.where(size > 0, at(first + size - 1), entry)
+    table = [first, jnp.where(used, size, -1), entry, leave]
+    spans = [begins, counts, bounds[:, :-1], sizes]
+    sources = (first[..., None] + jnp.arange(CHUNK)).reshape(*first.shape[:1], -1)
+    sources = jnp.clip(sources, 0, tokens - 1)
+    shift = begins * CHUNK - bounds[:, :-1]
+    return Tables(
+        jnp.stack(table, axis=1).astype(jnp.int32),
+        jnp.stack(spans, axis=1).astype(jnp.int32),
+        sources,
+        jnp.arange(tokens) + jnp.take_along_axis(shift, region, axis=1),
+        jnp.take_along_axis(jnp.where(docs.real, label, -label), sources, axis=1),
+    )
+
+
+def empty(c: Chunks) -> Tables:
+    """Stand-ins where rows are not packed: nothing reads them."""
+    none = jnp.zeros((c.batch, 4, 1), jnp.int32)
+    return Tables(none, none, none[:, :, 0], none[:, :, 0], none[:, :, 0])
+
+
+def by_place(c: Chunks, tables: Tables, x: jax.Array) -> jax.Array:
+    """`[B HV, T]` to `[B HV, NC 64]`."""
+    if not c.packed:
+        return jnp.pad(x, ((0, 0), (0, c.length - c.tokens)))
+    sources = jnp.repeat(tables.sources, c.value_heads, axis=0)
+    return jnp.take_along_axis(x, sources, axis=1)
+
+
+def by_token(c: Chunks, tables: Tables, x: jax.Array) -> jax.Array:
+    """Back from `by_place`."""
+    if not c.packed:
+        return x[:, : c.tokens]
+    return jnp.take_along_axis(x, jnp.repeat(tables.places, c.value_heads, axis=0), axis=1)

@@ -1,0 +1,90 @@
+"""The bodies of the Hopper kernels against the oracle, interpreted on the CPU in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kda import check, mosaic_gpu
+from tests.pallas_kernels.kda_suite import FLOATS, Case, compare, draw, oracle, rounded
+from tests.pallas_kernels.mosaic_gpu_interpreter import interpreted
+
+
+def luck(case: Case) -> set[str]:
+    """One number per head, a sum of terms of either sign: its relative error is the sum's luck."""
+    return {"da_log", "ddt_bias"} if case.gate == "head" else {"da_log"}
+
+
+def evaluate(x, **options):
+    """As the suite's, without jit: the interpreter computes with values."""
+    x = rounded(x, "bfloat16")
+    static = {"lower_bound": -5.0, "qk_l2norm": True, "scale": None} | options
+    ids = x.get("segment_ids")
+    absent = dict.fromkeys(n for n in FLOATS if n not in x)
+
+    def outputs(floats):
+        spec, inputs = check(**(absent | floats), segment_ids=ids, **static)
+        o, state = mosaic_gpu.run(spec, inputs)
+        return {"o": o} if state is None else {"o": o, "final_state": state}
+
+    with interpreted():
+        out, pull = jax.vjp(outputs, {n: jnp.asarray(x[n]) for n in FLOATS if n in x})
+        (grads,) = pull({n: jnp.asarray(x["d" + n]).astype(y.dtype) for n, y in out.items()})
+    return out | {"d" + n: y for n, y in grads.items()}
+
+
+def held_to_oracle(case: Case, data: str) -> None:
+    x, options = draw(case, data), case.arguments()
+    expected = oracle(x, "bfloat16", **options)
+    poisoned = dict(x)
+    if "segment_ids" in x:
+        for name in ("q", "k", "v", "gate", "beta", "do"):
+            poisoned[name] = np.where(
+                np.expand_dims(x["segment_ids"] == 0, tuple(range(2, x[name].ndim))),
+                np.nan,
+                x[name],
+            )
+    actual = evaluate(poisoned, **options)
+    compare(actual, expected, "bfloat16", tuple(set(expected) - luck(case)))
+    if "segment_ids" in x:
+        padding = x["segment_ids"] == 0
+        for name in ("o", "dq", "dk", "dv", "dgate", "dbeta"):
+            assert not jnp.any(actual[name][padding]), name
+
+
+QUICK = (
+    Case(
+        "bounded, packed states, grouped", T=75, H=1, HV=2, K=40, V=24, documents=3,
+        lengths=((0, 2), (1, 33), (0, 3), (3, 36)),
+    ),
+    Case("exact, ragged", T=70, H=1, HV=2, gate_form="softplus", data=("saturated",)),
+)  # fmt: skip
+WIDE = (
+    Case("bounded", T=130, B=2, H=1, HV=2, K=128, V=128, data=("normal", "saturated", "mixed")),
+    Case("exact", T=130, H=2, K=128, V=60, gate_form="softplus", data=("normal", "saturated")),
+    Case("far bound", T=70, options=(("lower_bound", -40.0),), data=("normal",)),
+    Case(
+        "packed, no states", T=150, gate_form="log_decay", parameters=False, states=False,
+        lengths=((0, 2), (1, 1), (2, 30), (0, 3), (2, 40), (7, 1), (9, 50)), documents=9,
+    ),
+    Case(
+        "gdn, packed states", T=150, gate="head", gate_form="softplus", documents=7,
+        lengths=((1, 64), (2, 20), (4, 30), (6, 10), (7, 5)),
+    ),
+    Case("no norm", T=100, beta_form="value", options=(("qk_l2norm", False), ("scale", 0.7))),
+)  # fmt: skip
+
+
+def _rows(cases):
+    return pytest.mark.parametrize("case, data", [(c, d) for c in cases for d in c.data])
+
+
+@_rows(QUICK)
+def test_oracle(case, data):
+    held_to_oracle(case, data)
+
+
+@pytest.mark.full
+@_rows(WIDE)
+def test_oracle_full(case, data):
+    held_to_oracle(case, data)
