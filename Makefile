@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 RUN := .venv/bin/python
 READY := .venv/.ready
+# Apart from the environment: where jax finds libtpu, it looks for a TPU.
+AOT := .venv/aot
 
 .PHONY: train test test-full lint clean
 
@@ -25,8 +27,11 @@ lint: $(READY)
 test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile -m "not full"
 
-test-full: $(READY)
-	$(RUN) -m pytest -n 2 --dist loadfile -m full
+$(AOT)/libtpu: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(AOT) libtpu==0.0.52
+
+test-full: $(AOT)/libtpu
+	JAX_PLATFORMS=cpu PYTHONPATH=$(AOT) $(RUN) -m pytest -n 2 --dist loadfile -m full
 
 clean:
 	rm -rf .venv build runs *.egg-info
