@@ -1,5 +1,6 @@
 """The Triton kernels as machine code for every target, on a host without a GPU: registers, spills
-and shared memory within what is stated here, and no operand left undefined (`kda_triton_offline`)."""
+and shared memory within what is stated here, and no operand left undefined.
+"""
 
 import importlib.util
 import json
