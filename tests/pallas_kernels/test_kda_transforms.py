@@ -83,6 +83,7 @@ def test_vmap_over_one_argument(total):
 
 def test_inside_a_scan():
     x = inputs()
+    x["gate"] -= 6  # at e^-75, what is left of a state's gradient is rounding
     state = x.pop("initial_state")
 
     def layers(state):
