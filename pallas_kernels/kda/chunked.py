@@ -25,7 +25,7 @@ from . import documents, gates, layout
 from .layout import CHUNK, Layout
 from .pairs import RESET, einsum, halving
 from .recurrent import to_value_heads
-from .spec import Inputs, Parameters, Spec, Tokens
+from .spec import Inputs, Parameters, Spec, Tokens, initial_states, without_tokens
 
 
 def refuses(spec: Spec, platform: str) -> str | None:
@@ -68,12 +68,9 @@ def by_chunks(
     spec: Spec, x: Inputs, scan: Callable[..., tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Lays a row of documents out in chunks for `scan`, which has the signature of `_kda`."""
-    states = x.initial_state
-    if states is None:
-        like = jnp.zeros_like(x.tokens.v, spec.dtype, shape=())
-        states = jnp.broadcast_to(like, spec.state_shape)
     if spec.batch * spec.tokens == 0:
-        return x.tokens.v, states if spec.return_final_state else None
+        return without_tokens(spec, x)
+    states = initial_states(spec, x)
     plan = layout.plan(
         spec.batch, spec.tokens, x.segment_ids, spec.max_documents, spec.states_asked
     )

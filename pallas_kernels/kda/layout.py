@@ -61,12 +61,8 @@ def plan(
         )
 
     docs = documents.read(segment_ids)
-    # Groups 0 (before the first document), 1..N (slots), N + 1 (documents that own no slot).
     groups = slots + 2
-    group = jnp.minimum(docs.live, slots + 1)
-    bounds = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(groups + 1)))(group)
-    chunks = -(-jnp.diff(bounds) // CHUNK)
-    first_chunk = jnp.pad(jnp.cumsum(chunks, axis=1), ((0, 0), (1, 0)))
+    group, bounds, first_chunk = grouped(docs, slots)
     rank = jnp.arange(tokens) - jnp.take_along_axis(bounds, group, axis=1)
     place = jnp.take_along_axis(first_chunk, group, axis=1) * CHUNK + rank
     length = _whole_spans(tokens + groups * (CHUNK - 1))
@@ -74,7 +70,7 @@ def plan(
     source = jnp.full((batch, length), tokens).at[rows, place].set(jnp.arange(tokens))
 
     index = jnp.arange(length // CHUNK)
-    owner = jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(first_chunk) - 1
+    owner = owners(first_chunk, index)
     owned = (owner >= 1) & (owner <= slots)
     slot = jnp.where(owned, owner - 1, slots)
     start = jnp.take_along_axis(first_chunk, jnp.minimum(owner, groups), axis=1) == index
@@ -83,6 +79,31 @@ def plan(
     reset = docs.first & (group == slots + 1)
     layout = Layout(source, place, docs.real, reset, slot, owned & start, owned & end)
     return layout._replace(real=gather(layout, docs.real), reset=gather(layout, reset))
+
+
+class Groups(NamedTuple):
+    """The tokens of a row by the state they belong to, each group in chunks of its own: 0, before
+    the first document; 1 to N, the slots; N + 1, documents that own no slot.
+
+    group: `[B, T]`. bounds, first_chunk: `[B, N + 3]` the first token, and the first chunk, of
+    every group, and one past the last.
+    """
+
+    group: jax.Array
+    bounds: jax.Array
+    first_chunk: jax.Array
+
+
+def grouped(docs: documents.Documents, slots: int) -> Groups:
+    group = jnp.minimum(docs.live, slots + 1)
+    bounds = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(slots + 3)))(group)
+    chunks = -(-jnp.diff(bounds) // CHUNK)
+    return Groups(group, bounds, jnp.pad(jnp.cumsum(chunks, axis=1), ((0, 0), (1, 0))))
+
+
+def owners(first_chunk: jax.Array, index: jax.Array) -> jax.Array:
+    """The group of each chunk of `index`, `[B, len(index)]`; N + 2 past the last."""
+    return jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(first_chunk) - 1
 
 
 def gather(layout: Layout, x: jax.Array) -> jax.Array:

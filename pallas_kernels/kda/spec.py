@@ -91,6 +91,19 @@ class Spec:
         return (self.batch, self.max_documents, *widths)
 
 
+def initial_states(spec: Spec, x: Inputs) -> jax.Array:
+    """`[B, N, HV, K, V]`; zeros, of the type that the tokens vary with, where none were given."""
+    if x.initial_state is not None:
+        return x.initial_state
+    like = jnp.zeros_like(x.tokens.v, spec.dtype, shape=())
+    return jnp.broadcast_to(like, spec.state_shape)
+
+
+def without_tokens(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    """What a call with no rows or no tokens returns: no output, and the states as they were."""
+    return x.tokens.v, initial_states(spec, x) if spec.return_final_state else None
+
+
 def compute_dtype(*arrays: jax.Array | None) -> str:
     """float64 if any of the arrays is, else float32."""
     wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)

@@ -14,9 +14,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .. import documents
-from ..gates import _MAX_A_LOG
-from ..spec import Inputs, Spec
+from .. import documents, gates
+from ..spec import Inputs, Spec, initial_states, without_tokens
 from . import gradients, prepare, regions, reverse, scan
 from .prepare import Chunks
 from .rows import by_rows
@@ -56,11 +55,9 @@ def _device_kind() -> str:
 
 def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """`kda` of a checked call: o `[B, T, HV, V]` and the final states or None."""
-    states = x.initial_state
     if spec.batch * spec.tokens == 0:
-        if states is None:
-            states = jnp.zeros(spec.state_shape, jnp.float32)
-        return x.tokens.v, states if spec.return_final_state else None
+        return without_tokens(spec, x)
+    states = x.initial_state
     c = describe(spec)
     pad_k, pad_v = c.key_width - spec.key_width, c.value_width - spec.value_width
     short = c.held - spec.tokens
@@ -80,7 +77,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     if a_log is None:
         a = jnp.ones(c.value_heads, jnp.float32)
     else:
-        a = jnp.exp(jnp.minimum(a_log.astype(jnp.float32), _MAX_A_LOG))
+        a = gates.rate(a_log.astype(jnp.float32))
     bias = jnp.zeros((c.value_heads, c.key_width), jnp.float32)
     if dt_bias is not None:
         bias = jnp.broadcast_to(dt_bias.astype(jnp.float32), (c.value_heads, spec.key_width))
@@ -106,8 +103,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         return o, None
     final = jnp.swapaxes(final[..., : spec.value_width, : spec.key_width], 3, 4)
     if not c.packed and spec.max_documents > 1:
-        others = jnp.zeros(spec.state_shape, jnp.float32) if states is None else states
-        return o, jnp.concatenate([final, others[:, 1:]], axis=1)
+        return o, jnp.concatenate([final, initial_states(spec, x)[:, 1:]], axis=1)
     return o, final[:, : spec.max_documents]
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import gates
-from ..spec import Inputs, Spec
+from ..spec import Inputs, Spec, without_tokens
 from .backward import PARAMETERS, backward
 from .forward import forward
 from .launch import Arrays
@@ -29,10 +29,7 @@ def refuses(spec: Spec, platform: str) -> str | None:
 def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """`kda` of a checked call: o `[B, T, HV, V]` and the final states or None."""
     if spec.batch * spec.tokens == 0:
-        final = x.initial_state
-        if final is None:
-            final = jnp.zeros(spec.state_shape, jnp.float32)
-        return x.tokens.v, final if spec.return_final_state else None
+        return without_tokens(spec, x)
     plan = plan_of(spec)
     visits = None
     if plan.masked:

@@ -27,7 +27,7 @@ from .launch import (
     sums_block,
     token_blocks,
     when,
-)  # fmt: skip
+)
 from .plan import Plan
 from .prepare import Prepared, narrow, prepare
 from .tiles import CHUNK, NN, NT, TN, above, apart, dot, heads, pairs

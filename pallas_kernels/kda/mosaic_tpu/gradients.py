@@ -30,7 +30,7 @@ from .tiles import (
     heads,
     iota,
     pairs,
-)  # fmt: skip
+)
 
 
 class Cotangents(NamedTuple):
@@ -102,8 +102,8 @@ def pull(
         dcolumns = prepare.left_halves(dcolumns, size)
         k_rows, q_rows = level.rows[:, :half].astype(wide), level.rows[:, half:].astype(wide)
         columns = prepare.left_halves(level.columns, size).astype(wide)
-        dq = _add(dq, None, drows[:, half:] * level.ahead, size)
-        dk = _add(dk, dcolumns * level.behind, drows[:, :half] * level.ahead, size)
+        dq = prepare.add_right(dq, drows[:, half:] * level.ahead, size)
+        dk += prepare.interleave(dcolumns * level.behind, drows[:, :half] * level.ahead, size)
         exponents = k_rows * drows[:, :half] + q_rows * drows[:, half:]
         terms.append(
             (_sums_of_level(size), prepare.interleave(columns * dcolumns, exponents, size))
@@ -135,13 +135,6 @@ def _diagonal(x: jax.Array, width: int) -> jax.Array:
 def _spread(x: jax.Array, size: int) -> jax.Array:
     """Right halves `[n, C / 2, .]` in their places, zeros in the left ones."""
     return prepare.interleave(jnp.zeros_like(x), x, size)
-
-
-def _add(x: jax.Array, left: jax.Array | None, right: jax.Array, size: int) -> jax.Array:
-    """x `[n, C, .]` with `[n, C / 2, .]` added to the left and right halves of its blocks."""
-    lefts = prepare.left_halves(x, size)
-    lefts = lefts if left is None else lefts + left
-    return prepare.interleave(lefts, prepare.right_halves(x, size) + right, size)
 
 
 def _square() -> tuple[jax.Array, jax.Array]:

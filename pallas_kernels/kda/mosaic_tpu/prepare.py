@@ -124,8 +124,8 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
         if size < CHUNK // 2:
             crossing = crossing_pairs(size)
             products = jnp.where(above(crossing, crossing), products, 0.0)
-        delta = _add_right(delta, products[:, : CHUNK // 2], size)
-        read = _add_right(read, products[:, CHUNK // 2 :], size)
+        delta = add_right(delta, products[:, : CHUNK // 2], size)
+        read = add_right(read, products[:, CHUNK // 2 :], size)
         levels.append(level)
         ab = [(b, b + 1) for b in range(0, len(wholes), 2)]
         enters = [above(enters[a], enters[b] * wholes[a]) for a, b in ab]
@@ -173,8 +173,8 @@ def interleave(left: jax.Array, right: jax.Array, size: int) -> jax.Array:
     return above(*parts)
 
 
-def _add_right(x: jax.Array, y: jax.Array, size: int) -> jax.Array:
-    """x `[n, C, 128]` with y `[n, C / 2, 128]` added to its right halves."""
+def add_right(x: jax.Array, y: jax.Array, size: int) -> jax.Array:
+    """x `[n, C, .]` with y `[n, C / 2, .]` added to its right halves."""
     return interleave(left_halves(x, size), right_halves(x, size) + y, size)
 
 

@@ -9,7 +9,7 @@ from . import marks as masks
 from .activate import Raw
 from .launch import Now
 from .plan import Plan
-from .tiles import CHUNK, cut, heads
+from .tiles import CHUNK, cut, heads, iota
 
 
 def read_raw(refs: SimpleNamespace) -> Raw:
@@ -53,7 +53,7 @@ def put_keys(plan: Plan, ref, x: jax.Array, now: Now) -> None:
 
 def put_beta(plan: Plan, ref, columns: jax.Array, slope: jax.Array, now: Now) -> None:
     """Writes the heads' columns `[2n, C, 1]` times `slope [chunks * C, heads]` to its block."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, plan.heads), 1)
+    lane = iota((CHUNK, plan.heads), 1)
     for c in range(plan.chunks):
         block = jnp.zeros((CHUNK, plan.heads), jnp.float32)
         for h in range(plan.heads):

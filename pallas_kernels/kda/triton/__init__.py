@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ...vma import vary_together
 from .. import documents, gates
-from ..spec import Inputs, Spec
+from ..spec import Inputs, Spec, without_tokens
 from . import chunks, launch
 
 
@@ -31,12 +31,8 @@ def refuses(spec: Spec, platform: str) -> str | None:
 
 def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """`kda` of a checked call: o `[B, T, HV, V]` and the final states or None."""
-    states = x.initial_state
     if spec.batch * spec.tokens == 0:
-        if states is None:
-            like = jnp.zeros_like(x.tokens.v, spec.dtype, shape=())
-            states = jnp.broadcast_to(like, spec.state_shape)
-        return x.tokens.v, states if spec.return_final_state else None
+        return without_tokens(spec, x)
     from . import configs, operation  # and with it triton
 
     plan = chunks.plan(x.segment_ids, spec.max_documents, spec.states_asked)
@@ -61,7 +57,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         gate=gate,
         beta=beta,
         parameters=parameters,
-        initial=states,
+        initial=x.initial_state,
         bounds=plan.bounds,
         groups=plan.groups,
         marks=plan.marks,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import documents
-from ..layout import CHUNK
+from ..layout import CHUNK, grouped, owners
 
 
 class Chunks(NamedTuple):
@@ -41,14 +41,10 @@ def plan(segment_ids: jax.Array | None, slots: int, states_asked: bool) -> Chunk
     docs = documents.read(segment_ids)
     if not states_asked:
         return Chunks(None, None, _marks(docs.real, docs.first))
-    groups = slots + 2
-    group = jnp.minimum(docs.live, slots + 1)
-    bounds = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(groups + 1)))(group)
-    chunks = -(-jnp.diff(bounds) // CHUNK)
-    first = jnp.pad(jnp.cumsum(chunks, axis=1), ((0, 0), (1, 0)))
+    group, bounds, first = grouped(docs, slots)
     index = jnp.arange(count(segment_ids.shape[1], slots, moved=True))
-    owner = jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(first) - 1
-    held = owner < groups
+    owner = owners(first, index)
+    held = owner < slots + 2
     owner = jnp.where(held, owner, 0)
     rank = index - jnp.take_along_axis(first, owner, axis=1)
     start = jnp.take_along_axis(bounds, owner, axis=1) + rank * CHUNK
