@@ -1,4 +1,4 @@
-"""What a configuration refuses, in one line that names the setting, its value and what is allowed."""
+"""What settings refuse, in one line: the setting, its value, and what is allowed."""
 
 from __future__ import annotations
 
