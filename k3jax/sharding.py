@@ -63,6 +63,12 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
 
 
+def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that an array with `spec` is split over, in order."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry)
+    return tuple(axis for entry in entries for axis in entry)
+
+
 def activation_spec(ndim: int) -> PartitionSpec:
     """`[B, T, ...]`: rows over the batch axes, tokens over context, the rest whole."""
     return PartitionSpec(BATCH, SEQUENCE, *(None,) * (ndim - 2))

@@ -33,6 +33,7 @@ from k3jax.config.model import (
     Remat,
     Residual,
     ResidualConfig,
+    Transport,
     parse_ratio,
 )
 
@@ -61,5 +62,6 @@ __all__ = [
     "ResidualConfig",
     "Schedule",
     "TrainConfig",
+    "Transport",
     "parse_ratio",
 ]

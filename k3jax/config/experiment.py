@@ -165,6 +165,13 @@ class ExperimentConfig:
             f"the {rows // parts} rows of a micro-batch must divide by the {shards} of "
             "mesh.data x mesh.fsdp x mesh.expert",
         )
+        experts, parts = self.model.moe.experts, self.mesh.expert
+        require(
+            experts % parts == 0,
+            "mesh.expert",
+            parts,
+            f"must divide model.moe.experts = {experts}",
+        )
         length, context = self.data.sequence_length, self.mesh.context
         require(
             length % context == 0,

@@ -7,6 +7,7 @@ technical report (arXiv 2607.24653), AR = Attention Residuals (arXiv 2603.15031)
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 from k3jax.config.checks import choices, positive, require
@@ -19,6 +20,7 @@ MixerKind = Literal["kda", "full"]
 Residual = Literal["plain", "attn_res_block", "attn_res_full"]
 Activation = Literal["swiglu", "situ"]
 Balancing = Literal["none", "sign", "quantile", "histogram"]
+Transport = Literal["auto", "local", "ring", "padded", "ragged"]
 Remat = Literal["none", "dots", "full"]
 DType = Literal["float32", "bfloat16", "float64"]
 
@@ -159,9 +161,19 @@ class MoEConfig:
     balancing: Balancing = "histogram"
     sign_rate: float = 1e-3  # step of the sign rule
     bins: int = 1000  # of the quantile histogram
+    transport: Transport = "auto"  # of tokens to experts on other devices; auto: fewest bytes
+    buffer_factor: float = 2.0  # room to receive, over a balanced load; 0: for any load
+    allow_drops: bool = False  # train on where that was too little, in place of an error
 
     def __post_init__(self) -> None:
-        choices(self, "moe", balancing=Balancing)
+        choices(self, "moe", balancing=Balancing, transport=Transport)
+        factor = self.buffer_factor
+        require(
+            factor == 0 or 1 <= factor < math.inf,
+            "moe.buffer_factor",
+            factor,
+            "must be at least 1, or 0 for any load",
+        )
         for name in ("experts", "shared_experts", "latent_width", "first_k_dense"):
             require(getattr(self, name) >= 0, f"moe.{name}", getattr(self, name), "must be >= 0")
         if self.experts:

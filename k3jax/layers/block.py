@@ -25,6 +25,7 @@ from k3jax.layers.latent_moe import LatentMoE
 from k3jax.layers.linear import gain, island, rms_norm
 from k3jax.layers.mla import MultiHeadLatentAttention
 from k3jax.layers.stats import Stats, Sum
+from k3jax.parallel.experts import NAMES
 from k3jax.params import declare
 from k3jax.stacking import LayerKind
 
@@ -164,9 +165,14 @@ class SuperBlock(nnx.Module):
         return stream, [*pairs, *[None] * (len(self.layers) - place - len(block))]
 
 
+# What came from other devices on the way to experts and back is kept whatever else is recomputed:
+# no collective of a transport runs twice.
+_MOVED = jax.checkpoint_policies.save_only_these_names(*NAMES)
 _POLICIES: dict[str, Callable[..., bool] | None] = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _MOVED
+    ),
+    "full": _MOVED,
 }
 
 

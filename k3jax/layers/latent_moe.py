@@ -14,11 +14,12 @@ from k3jax.layers.documents import Documents
 from k3jax.layers.ffn import GatedMLP, activation
 from k3jax.layers.linear import gain, matrix, normal, project, rms_norm
 from k3jax.layers.router import QuantileRouter, Routing
-from k3jax.layers.stats import Stats
-from k3jax.parallel.experts import experts_local
+from k3jax.layers.stats import Stats, Sum
+from k3jax.parallel.experts import Bank, Group, choose, name_sum, run_experts
 from k3jax.parallel.local import local
 from k3jax.params import ParamSpec, declare, weight
-from k3jax.sharding import spec_of, under_mesh
+from k3jax.sharding import mesh_axes, spec_of, under_mesh
+from pallas_kernels.dispatch import current_platform
 
 HF = "block_sparse_moe"
 
@@ -75,34 +76,51 @@ class LatentMoE(nnx.Module):
     ) -> tuple[jax.Array, None, Stats]:
         """`x [B, T, d]` to the same shape and dtype; padding gives zero.
 
-        `stats["router"]` holds what `k3jax.layers.balancing` needs. No cache.
+        `stats["router"]` holds what `k3jax.layers.balancing` needs; `stats["dropped_routes"]`
+        counts those that found no room on the way to their expert and count as zero. No cache.
         """
         moe, real = self.config.moe, documents.real
         routing, _, stats = self.router(x, documents=documents)
         z = project(x, self.down) if moe.latent_width else x
-        y = self._experts(z, routing, real)
+        y, dropped = self._experts(z, routing, real)
         if moe.latent_width:
             if moe.latent_norm:
                 y = rms_norm(y, weight(self.norm, y.dtype), self.config.norm_eps)
             y = project(y, self.up)
         if moe.shared_experts:
             y = y + self.shared(x, documents=documents)[0]
-        return jnp.where(real[..., None], y, 0), cache, {"router": stats}
+        stats = {"router": stats, "dropped_routes": Sum(dropped)}
+        return jnp.where(real[..., None], y, 0), cache, stats
 
-    def _experts(self, z: jax.Array, routing: Routing, real: jax.Array) -> jax.Array:
-        """The weighted sum of the chosen experts' outputs, `[B, T, l]`; each device its tokens."""
+    def _experts(
+        self, z: jax.Array, routing: Routing, real: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The weighted sum of the chosen experts' outputs, `[B, T, l]`, and how many were dropped.
 
-        def shard(z, indices, weights, valid, gate, up, down):
+        Experts stay on the devices of the expert axis that own them: tokens go there and back.
+        """
+        moe, mesh = self.config.moe, under_mesh()
+        axis = "expert" if mesh else None
+        devices = jax.sharding.get_abstract_mesh().shape["expert"] if mesh else 1
+        group = Group(axis, devices, moe.experts, moe.buffer_factor)
+        transport = choose(moe, group, current_platform())
+        act = activation(self.config.ffn)
+
+        def shard(z, indices, weights, valid, bank):
             flat, indices, weights = (a.reshape(-1, a.shape[-1]) for a in (z, indices, weights))
-            act, valid = activation(self.config.ffn), valid.reshape(-1)
-            y = experts_local(flat, indices, weights, valid, gate, up, down, act)
-            return y.reshape(z.shape)
+            valid = valid.reshape(-1)
+            y, dropped = run_experts(flat, indices, weights, valid, bank, act, transport, group)
+            return y.reshape(1, *z.shape), dropped[None]
 
-        bank = [weight(v, z.dtype) for v in (self.expert_gate, self.expert_up, self.expert_down)]
-        spec = None
-        if under_mesh():
+        kernels = self.expert_gate, self.expert_up, self.expert_down
+        bank = Bank(*(weight(kernel, z.dtype) for kernel in kernels))
+        out_specs = None
+        if mesh:
             spec = spec_of(z)
             real = jax.sharding.reshard(real, PartitionSpec(*spec[:2]))
-            # The whole bank on every device: exact on any mesh.
-            bank = [jax.sharding.reshard(w, PartitionSpec()) for w in bank]
-        return local(shard, z, routing.indices, routing.weights, real, *bank, out_specs=spec)
+            # Devices along the tensor axis have a part of each expert's width, so of each sum.
+            out_specs = (PartitionSpec("tensor", *spec), PartitionSpec(mesh_axes(spec)))
+        parts, dropped = local(
+            shard, z, routing.indices, routing.weights, real, bank, out_specs=out_specs
+        )
+        return name_sum(parts.sum(0).astype(z.dtype)), dropped.sum()

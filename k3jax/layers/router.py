@@ -17,7 +17,7 @@ from k3jax.layers.linear import island, matrix
 from k3jax.layers.stats import Stats, reduce_stats
 from k3jax.parallel.local import local
 from k3jax.params import BalancingState, declare, weight
-from k3jax.sharding import spec_of, under_mesh
+from k3jax.sharding import mesh_axes, spec_of, under_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -109,11 +109,5 @@ class QuantileRouter(nnx.Module):
             )
             return jax.tree.map(lambda leaf: leaf[None], stats)
 
-        parts = PartitionSpec(_mesh_axes(spec))
+        parts = PartitionSpec(mesh_axes(spec))
         return reduce_stats(local(shard, routing, real, self.bias[...], out_specs=parts))
-
-
-def _mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that an array with `spec` is split over, in order."""
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry)
-    return tuple(axis for entry in entries for axis in entry)

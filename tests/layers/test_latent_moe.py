@@ -10,10 +10,10 @@ from flax import nnx
 
 from k3jax.config import FeedForwardConfig, ModelConfig, MoEConfig
 from k3jax.layers.documents import documents_of
-from k3jax.layers.ffn import activation
 from k3jax.layers.latent_moe import LatentMoE
 from k3jax.params import specs
 from k3jax.sharding import activation_spec, make_mesh
+from tests.layers.dense_experts import dense_experts
 from tests.layers.rows import RAGGED, relative_rms
 
 BASE = MoEConfig(experts=6, top_k=2, expert_width=10, latent_width=8, balancing="none")
@@ -33,34 +33,6 @@ def built(config, bias=None, dtype=jnp.float64, seed=0):
     if bias is not None:
         state["router"]["bias"] = state["router"]["bias"].replace(jnp.asarray(bias, jnp.float32))
     return graphdef, state
-
-
-def oracle(state, x, config):
-    """Every expert on every token, combined by a one-hot mask, from the same state."""
-    p = lambda name: state[name][...]  # noqa: E731
-    moe, act = config.moe, activation(config.ffn)
-    router = state["router"]
-    scores = jax.nn.sigmoid(x @ router["kernel"][...])
-    order = jnp.argsort(-(scores + router["bias"][...]), axis=-1, stable=True)[..., : moe.top_k]
-    mask = jax.nn.one_hot(jax.lax.stop_gradient(order), moe.experts, dtype=x.dtype).sum(-2)
-    weights = scores * mask
-    if moe.renormalise and moe.top_k > 1:
-        weights = weights / weights.sum(-1, keepdims=True)
-    weights = weights * moe.scaling
-    z = x @ p("down") if moe.latent_width else x
-    hidden = act(
-        jnp.einsum("btl,elm->btem", z, p("expert_gate")),
-        jnp.einsum("btl,elm->btem", z, p("expert_up")),
-    )
-    y = jnp.einsum("btem,eml,bte->btl", hidden, p("expert_down"), weights)
-    if moe.latent_width:
-        if moe.latent_norm:
-            y = y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True) + config.norm_eps) * p("norm")
-        y = y @ p("up")
-    if moe.shared_experts:
-        shared = {name: state["shared"][name][...] for name in ("gate", "up", "down")}
-        y = y + act(x @ shared["gate"], x @ shared["up"]) @ shared["down"]
-    return jnp.where(RAGGED[..., None] > 0, y, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +62,9 @@ def test_equals_dense_oracle(changes, kind, bias):
         @jax.jit
         def both(state, x):
             out, pull = jax.vjp(layer, state, x)
-            want, pull_want = jax.vjp(lambda s, x: oracle(s, x, config), state, x)
+            want, pull_want = jax.vjp(
+                lambda s, x: dense_experts(s, x, RAGGED > 0, config), state, x
+            )
             return (out, pull(ct)), (want, pull_want(ct))
 
         (out, (d_state, d_x)), (want, (d_state_want, d_x_want)) = both(state, x)
@@ -115,7 +89,7 @@ def test_ties_take_the_lower_experts():
         out, _, stats = call(state, x)
         real = (RAGGED > 0).sum()
         assert stats["router"]["load"].value.tolist() == [real, real, 0, 0, 0, 0]
-        assert relative_rms(out, oracle(state, x, config)) < 1e-10
+        assert relative_rms(out, dense_experts(state, x, RAGGED > 0, config)) < 1e-10
 
 
 def test_post_combine_norm_cancels_the_scale_of_the_weights():
