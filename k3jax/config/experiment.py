@@ -153,6 +153,13 @@ class ExperimentConfig:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self) -> None:
+        experts, owners = self.model.moe.experts, self.mesh.expert
+        require(
+            experts % owners == 0,
+            "mesh.expert",
+            owners,
+            f"must divide moe.experts = {experts}",
+        )
         rows, parts = self.data.batch_size, self.train.micro_batches
         require(
             rows % parts == 0, "train.micro_batches", parts, f"must divide data.batch_size = {rows}"
@@ -164,13 +171,6 @@ class ExperimentConfig:
             rows,
             f"the {rows // parts} rows of a micro-batch must divide by the {shards} of "
             "mesh.data x mesh.fsdp x mesh.expert",
-        )
-        experts, parts = self.model.moe.experts, self.mesh.expert
-        require(
-            experts % parts == 0,
-            "mesh.expert",
-            parts,
-            f"must divide model.moe.experts = {experts}",
         )
         length, context = self.data.sequence_length, self.mesh.context
         require(

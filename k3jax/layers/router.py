@@ -15,6 +15,7 @@ from k3jax.layers import balancing
 from k3jax.layers.documents import Documents
 from k3jax.layers.linear import island, matrix
 from k3jax.layers.stats import Stats, reduce_stats
+from k3jax.parallel.experts.names import name_plan
 from k3jax.parallel.local import local
 from k3jax.params import BalancingState, declare, weight
 from k3jax.sharding import mesh_axes, spec_of, under_mesh
@@ -50,7 +51,7 @@ def route(x: jax.Array, kernel: jax.Array, bias: jax.Array, config: MoEConfig) -
     biased = jax.lax.stop_gradient(scores + bias)
     best, indices = jax.lax.top_k(biased, min(k + 1, experts))
     cutoff = best[..., k] if k < experts else jnp.full_like(best[..., 0], -jnp.inf)
-    indices = indices[..., :k]
+    indices = name_plan(indices[..., :k])  # the choice is made once, whatever is recomputed
     weights = _select(scores, indices)
     if config.renormalise and k > 1:
         # weights / (sum + 1e-20), in units of the largest: the gradient divides by the square of

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from k3jax.config import ExperimentConfig
+from k3jax.config import ExperimentConfig, MoEConfig
 from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
 from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
@@ -90,10 +90,10 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
             with MetricsLog(workdir, start, config.train.tensorboard) as metrics:
                 loop = _Loop(config, workdir, data, metrics, checkpoints, stop)
                 state = loop.run(
-                    state, run_step, lambda state: _bits_per_byte(evaluate, state, held_out)
+                    state, run_step, lambda state: _bits_per_byte(config, evaluate, state, held_out)
                 )
         if stop.received is None:
-            _report(config, workdir, cache_dir, plan, state, held_out)
+            _report(config, workdir, cache_dir, state, held_out)
         return Outcome(state, int(state.step), stop.received)
 
 
@@ -119,6 +119,7 @@ class _Loop:
         self._watch = Stopwatch()
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._profiling = False
+        self._dropped = 0.0
         data = self.config.data
         self._tokens_per_step = data.batch_size * data.sequence_length
         self._flops_per_token = flops_per_token(self.config.model, data.sequence_length)
@@ -164,13 +165,19 @@ class _Loop:
         figures = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._bar.set_postfix_str(f"{figures['bits_per_byte']:.3f} bits/byte", refresh=False)
         self._bar.update()
-        if step % self.config.train.log_every and step != self.config.train.steps:
+        if "dropped_routes" in figures:  # since the last line
+            self._dropped += figures["dropped_routes"]
+            figures["dropped_routes"] = self._dropped
+        stop = self._dropped and not self.config.model.moe.allow_drops
+        if step % self.config.train.log_every and step != self.config.train.steps and not stop:
             return
         record: dict[str, float] = {"tokens": step * self._tokens_per_step} | figures
         if rate := self._watch.rate(step):
             record["tokens_per_second"] = rate * self._tokens_per_step
             record["model_flops_per_second"] = record["tokens_per_second"] * self._flops_per_token
         self.metrics.write(step, record)
+        dropped, self._dropped = self._dropped, 0.0
+        _check_drops(self.config.model.moe, dropped, f"step {step}")
 
     def _validate(self, step: int, bits_per_byte: float) -> None:
         tokens = step * self._tokens_per_step
@@ -202,17 +209,31 @@ class _Loop:
             jax.profiler.stop_trace()
 
 
+def _check_drops(moe: MoEConfig, dropped: float, where: str) -> None:
+    """Raises `ValueError` where routes were dropped and may not be."""
+    if dropped and not moe.allow_drops:
+        raise ValueError(
+            f"moe.buffer_factor = {moe.buffer_factor}: {where} has no room for "
+            f"{dropped:.0f} routes to experts; must be larger, or 0 for any load, or let "
+            "moe.allow_drops leave them out"
+        )
+
+
 def _placed(batch: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, jax.Array]:
     sharding = NamedSharding(jax.sharding.get_mesh(), spec)
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 
 def _bits_per_byte(
-    evaluate: Callable[..., Any], state: TrainState, batches: Iterable[dict[str, np.ndarray]]
+    config: ExperimentConfig,
+    evaluate: Callable[..., Any],
+    state: TrainState,
+    batches: Iterable[dict[str, np.ndarray]],
 ) -> float:
     spec = PartitionSpec(BATCH, SEQUENCE)
-    pairs = jax.device_get([evaluate(state, _placed(batch, spec)) for batch in batches])
-    bits, size = np.sum(np.asarray(pairs, np.float64), axis=0)
+    found = jax.device_get([evaluate(state, _placed(batch, spec)) for batch in batches])
+    bits, size, dropped = np.sum(np.asarray(found, np.float64), axis=0)
+    _check_drops(config.model.moe, dropped, "validation")
     return float(bits / size) if size else math.nan
 
 
@@ -220,7 +241,6 @@ def _report(
     config: ExperimentConfig,
     workdir: Path,
     cache_dir: Path,
-    plan: Blueprint,
     state: TrainState,
     held_out: list[dict[str, np.ndarray]],
 ) -> None:
@@ -232,7 +252,10 @@ def _report(
     print(f"loss curve: {plot(workdir, baseline)}")
     if count := config.train.sample_tokens:
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
-        sample = make_sampler(plan, tokenizer.vocab_size, TEMPERATURE)
+        # One token at a time is no balanced load: sampling has room for any.
+        moe = dataclasses.replace(config.model.moe, buffer_factor=0.0)
+        roomy = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+        sample = make_sampler(decoder_blueprint(roomy), tokenizer.vocab_size, TEMPERATURE)
         rows = int(np.prod([getattr(config.mesh, axis) for axis in BATCH]))
         real = held_out[0]["segment_ids"][0, :PROMPT] > 0  # padding may end a row
         prompt = np.tile(held_out[0]["inputs"][0, :PROMPT][real], (rows, 1))

@@ -56,7 +56,8 @@ def make_step(
     A step whose loss or gradient is not finite changes nothing but the counts. `token_bytes
     [vocab]` are the bytes each token stands for. Metrics are scalars: `loss` in nats per token,
     `bits_per_byte`, `grad_norm`, `learning_rate`, `dropped_steps` (so far), and, where there are
-    experts, `expert_load` (largest load over mean load, of the layer in which it is worst).
+    experts, `expert_load` (largest load over mean load, of the layer in which it is worst) and
+    `dropped_routes` (those that found no room on their way to an expert, of all layers).
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -90,7 +91,7 @@ def make_step(
             "grad_norm": norm,
             "learning_rate": schedule(state.step - state.skipped),
             "dropped_steps": skipped,
-        } | _expert_load(stats)
+        } | _expert_metrics(stats)
         state = TrainState(params, balancing, opt_state, state.step + 1, skipped, state.rng)
         return state, metrics
 
@@ -99,12 +100,16 @@ def make_step(
 
 def make_evaluation(
     loss: Loss, token_bytes: np.ndarray
-) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array]]:
-    """A compiled function from state and `[rows, T]` batch to `(nll in bits, target bytes)`."""
+) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
+    """A compiled function from state and `[rows, T]` batch to three scalars.
 
-    def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        nll, _ = loss(state.params, state.balancing, batch)
-        return nll / math.log(2), target_bytes(batch, token_bytes)
+    They are nll in bits, target bytes, and how many routes to experts were dropped.
+    """
+
+    def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        nll, stats = loss(state.params, state.balancing, batch)
+        dropped = _expert_metrics(stats).get("dropped_routes", jnp.float32(0))
+        return nll / math.log(2), target_bytes(batch, token_bytes), dropped
 
     return jax.jit(evaluate)
 
@@ -116,13 +121,21 @@ def target_bytes(batch: Batch, token_bytes: np.ndarray) -> jax.Array:
     return jnp.sum(table.at[targets].get(out_sharding=out) * batch["weights"])
 
 
-def _expert_load(stats: Stats) -> Metrics:
-    """The worst ratio of largest to mean load `[..., experts]` over all layers with experts."""
+def _expert_metrics(stats: Stats) -> Metrics:
+    """What all layers with experts report: the worst load, the total of dropped routes."""
     leaves = jax.tree_util.tree_leaves_with_path(stats, is_leaf=lambda leaf: isinstance(leaf, Sum))
-    loads = [leaf.value for path, leaf in leaves if _name(path[-1]) == "load"]
-    if not loads:
-        return {}
-    return {"expert_load": jnp.max(jnp.stack([load_ratio(load).max() for load in loads]))}
+
+    def named(name: str) -> list[jax.Array]:
+        return [leaf.value for path, leaf in leaves if _name(path[-1]) == name]
+
+    metrics = {}
+    if loads := named("load"):
+        metrics["expert_load"] = jnp.max(jnp.stack([load_ratio(load).max() for load in loads]))
+    if dropped := named("dropped_routes"):
+        # One layer's count fits in int32, the sum of all layers may not.
+        totals = [jnp.sum(counts.astype(jnp.float32)) for counts in dropped]
+        metrics["dropped_routes"] = jnp.sum(jnp.stack(totals))
+    return metrics
 
 
 def _name(key: Any) -> str:

@@ -4,6 +4,7 @@ Run as a program, this file does the comparison: fake devices must be asked for 
 `full` as an argument runs the long table.
 """
 
+import collections
 import dataclasses
 import itertools
 import sys
@@ -16,14 +17,18 @@ import pytest
 from flax import nnx
 
 from k3jax.config import FeedForwardConfig, MeshConfig, ModelConfig, MoEConfig
+from k3jax.layers.block import DecoderLayer, _layer_function
+from k3jax.layers.documents import documents_of
 from k3jax.layers.latent_moe import LatentMoE
 from k3jax.parallel.experts import ragged
 from k3jax.params import partition_specs
-from k3jax.sharding import AXES, activation_spec, make_mesh
+from k3jax.sharding import activation_spec, make_mesh
+from k3jax.stacking import LayerKind
 from tests.layers.dense_experts import dense_experts
 from tests.layers.rows import relative_rms
 from tests.multi_device.eight_devices import run_on_eight_devices
 
+EXCHANGES = ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "ppermute")
 ROWS, TOKENS, D, EXPERTS, K = 8, 4, 10, 8, 3
 MOE = MoEConfig(
     experts=EXPERTS, top_k=K, expert_width=6, latent_width=8, bins=16, buffer_factor=0.0
@@ -190,8 +195,51 @@ def compare(mesh, transport, changes, rng):
         assert np.array_equal(load, (chosen & real[..., None]).sum((0, 1))), case
 
 
+def collectives(jaxpr):
+    """How many of each collective a program runs, those of inner programs with it."""
+    found = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
+            if is_program(inner):
+                found += collectives(getattr(inner, "jaxpr", inner))
+    return {name: found[name] for name in EXCHANGES if found[name]}
+
+
+def is_program(value):
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def repeat_nothing(transport, remat, want):
+    """A layer's gradient runs each exchange once forward and once backward, whatever is saved."""
+    moe = dataclasses.replace(MOE, transport=transport, first_k_dense=0)
+    config = ModelConfig(d_model=D, moe=moe, full_attention="gqa", mixers=("full",), layers=1)
+    with jax.set_mesh(make_mesh(DATA)):
+        layer = DecoderLayer(config, LayerKind("full", True, True), rngs=None)
+        graphdef, shapes = nnx.split(layer)
+        layer = _layer_function(graphdef, remat, ())
+
+        def loss(params, rest, x):
+            state = nnx.merge_state(params, rest)
+            documents = documents_of(jnp.ones_like(x[..., 0], jnp.int32))
+            return layer(state, x, documents, None, None)[0].sum()
+
+        def place(shape, spec):
+            return jax.device_put(jnp.zeros(shape.shape, shape.dtype), spec)
+
+        state = jax.tree.map(place, shapes, partition_specs(shapes))
+        x = jax.device_put(jnp.zeros((ROWS, TOKENS, D)), activation_spec(3))
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+        found = collectives(jax.make_jaxpr(jax.grad(loss))(params, rest, x).jaxpr)
+    assert found == want, (transport, remat, found)
+
+
 def main(cases):
     jax.config.update("jax_enable_x64", True)
+    for remat in ("none", "dots", "full"):
+        # Counts of routes; tokens and their weights there, sums back; and the same backward.
+        repeat_nothing("padded", remat, {"all_to_all": 1 + 3 + 3})
+        repeat_nothing("ragged", remat, {"all_gather": 1, "ragged_all_to_all": 3 + 3})
+        repeat_nothing("ring", remat, {"all_gather": 2 + 2 + 1, "reduce_scatter": 1 + 2})
     ragged.ragged_all_to_all = emulated
     seed = np.random.SeedSequence().entropy
     rng = np.random.default_rng(seed)
@@ -211,10 +259,6 @@ def test_eight_devices_equal_the_dense_sum():
 @pytest.mark.full
 def test_long_table():
     run_on_eight_devices("tests.multi_device.test_experts_mesh", "full")
-
-
-def test_axes_of_the_mesh():
-    assert {f.name for f in dataclasses.fields(MeshConfig)} == set(AXES)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,21 @@ def test_four_devices(home, monkeypatch):
     assert "▌" in (home / "mesh" / "sample.txt").read_text()
 
 
+@pytest.mark.full
+def test_dropped_routes_end_a_run_unless_allowed(home, monkeypatch):
+    devices = "--xla_force_host_platform_device_count=4"
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {devices}")
+    tight = ["mesh.expert=4", "train.micro_batches=1", "model.moe.buffer_factor=1"]
+    code, output = finish(start(home, home / "tight", *tight))
+    assert code == 2 and "error: moe.buffer_factor = 1.0: step 1 has no room" in output, output
+    (record,) = read_metrics(home / "tight")
+    assert record["dropped_routes"] > 0
+    code, output = finish(start(home, home / "loose", *tight, "model.moe.allow_drops=true"))
+    assert code == 0, output
+    records = [r for r in read_metrics(home / "loose") if "loss" in r]
+    assert len(records) == STEPS and records[0]["dropped_routes"] == record["dropped_routes"]
+
+
 @pytest.fixture
 def call(home, capsys):
     """The program within this process: its exit code, and what it wrote to either stream."""
@@ -205,6 +220,8 @@ def call(home, capsys):
         ("model.vocab_size=256", "must be at least 257"),
         ("data.sources=/nowhere", "/nowhere"),
         ("mesh.data=2", "needs 2 devices"),
+        ("mesh.expert=3", "must divide moe.experts = 4"),
+        ("model.moe.buffer_factor=0.5", "must be at least 1, or 0 for any load"),
         ("mesh.data=64", "must divide by the 64 of mesh.data x mesh.fsdp x mesh.expert"),
     ],
 )

@@ -55,7 +55,8 @@ def test_metrics(single):
     batch = stub_batch(np.random.default_rng(0))
     state = plan.create(0)
     flat = {name: x.reshape(4, -1) for name, x in batch.items()}
-    bits, size = make_evaluation(stub_loss(plan.graphdef), TOKEN_BYTES)(state, flat)
+    bits, size, dropped = make_evaluation(stub_loss(plan.graphdef), TOKEN_BYTES)(state, flat)
+    assert float(dropped) == 0
     _, metrics = step(state, batch)
     total = batch["weights"].sum()
     size_here = (TOKEN_BYTES[batch["targets"]] * batch["weights"]).sum()
