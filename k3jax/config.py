@@ -348,6 +348,7 @@ class OptimiserConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     muon_momentum: float = 0.95
+    muon_per_head: bool = True  # one matrix per head of Q, K, V, gates and latents (K3R §2.5)
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
 
     def __post_init__(self) -> None:

@@ -6,11 +6,12 @@ import math
 
 from flax import nnx
 
-from k3jax.config import ExperimentConfig
+from k3jax.config import ExperimentConfig, OptimiserConfig
 from k3jax.cost import flops_per_token, parameter_counts
 from k3jax.flags import to_json
 from k3jax.model import Decoder
-from k3jax.params import BalancingState, specs
+from k3jax.optim import rule_of
+from k3jax.params import BalancingState, ParamSpec, specs
 
 
 def describe(config: ExperimentConfig) -> str:
@@ -18,12 +19,11 @@ def describe(config: ExperimentConfig) -> str:
 
     Nothing is allocated.
     """
-    muon = config.optimiser.kind == "muon"
     model = Decoder(config.model, rngs=None)
     _, *states = nnx.split(model, nnx.Param, BalancingState)
     params, balancing = states
     ruled = [
-        *((path, spec, spec.rule if muon else "adamw") for path, spec in specs(params)),
+        *((path, spec, _rule(spec, config.optimiser)) for path, spec in specs(params)),
         *((path, spec, "balancing") for path, spec in specs(balancing)),
     ]
     rows = [("parameter", "shape", "axes", "rule", "decay", "bytes")]
@@ -50,3 +50,14 @@ def describe(config: ExperimentConfig) -> str:
             f"{flops_per_token(config.model, length):,.0f}",
         ]
     )
+
+
+def _rule(spec: ParamSpec, config: OptimiserConfig) -> str:
+    """The optimiser's rule, and under Muon the matrices that it takes."""
+    rule = rule_of(spec, config)
+    if rule == "adamw":
+        return rule
+    rows, columns = spec.shape[-2:]
+    if config.muon_per_head and spec.heads > 1:
+        return f"{rule} per head, {rows} x {columns // spec.heads}"
+    return f"{rule}, {rows} x {columns}"

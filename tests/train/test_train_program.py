@@ -247,4 +247,8 @@ def test_dry_run(home, call, tmp_path):
     assert code == 0 and not (tmp_path / "new").exists()
     (table,) = [line for line in out.splitlines() if line.startswith("embedding")]
     assert "257 x 16" in table and "adamw" in table and "16,448" in table
+    rules = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith("blocks")}
+    mixer = "blocks/0/layers/0/mixer/"
+    assert "muon per head, 16 x 8  " in rules[f"{mixer}stream/q"]
+    assert "muon, 16 x 16  " in rules[f"{mixer}out"] and "adamw" in rules[f"{mixer}beta"]
     assert "FLOPs per token" in out and "parameters: " in out and '"d_model": 16' in out
