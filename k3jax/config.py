@@ -349,6 +349,7 @@ class OptimiserConfig:
     weight_decay: float = 0.1
     muon_momentum: float = 0.95
     muon_per_head: bool = True  # one matrix per head of Q, K, V, gates and latents (K3R §2.5)
+    qk_clip: float = 100.0  # largest attention logit, kept by scaling weights back; 0: no limit
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
 
     def __post_init__(self) -> None:
@@ -362,7 +363,7 @@ class OptimiserConfig:
         for name in ("beta1", "beta2", "muon_momentum"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimiser.{name}", value, "must lie in [0, 1)")
-        for name in ("weight_decay", "clip_norm"):
+        for name in ("weight_decay", "clip_norm", "qk_clip"):
             value = getattr(self, name)
             _require(value >= 0, f"optimiser.{name}", value, "must not be negative")
         _require(self.eps > 0, "optimiser.eps", self.eps, "must be > 0")

@@ -73,6 +73,7 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
             plan.optimiser,
             learning_rate(config.optimiser, config.train.steps),
             token_bytes,
+            config.optimiser.qk_clip,
         )
         evaluate = make_evaluation(loss, token_bytes)
 
