@@ -13,6 +13,7 @@ from k3jax.config.experiment import (
     OptimiserConfig,
     OptimiserRule,
     Schedule,
+    Stage,
     TrainConfig,
 )
 from k3jax.config.model import (
@@ -60,6 +61,7 @@ __all__ = [
     "Residual",
     "ResidualConfig",
     "Schedule",
+    "Stage",
     "TrainConfig",
     "parse_ratio",
 ]

@@ -39,17 +39,34 @@ def describe(config: ExperimentConfig) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    counts, length = parameter_counts(config.model), config.data.sequence_length
+    counts = parameter_counts(config.model)
     return "\n".join(
         [
             to_json(config),
             *table,
             "",
             f"parameters: {counts.total:,} in total, {counts.active:,} active, {size:,} bytes",
-            f"FLOPs per token, forward and backward, at {length} tokens a row: "
-            f"{flops_per_token(config.model, length):,.0f}",
+            *_stages(config),
         ]
     )
+
+
+def _stages(config: ExperimentConfig) -> list[str]:
+    """Rows, tokens and FLOPs of each stage, and the tokens of all steps together."""
+    stages, steps = config.data.schedule(), config.train.steps
+    ends = [*(min(stage.start, steps) for stage in stages[1:]), steps]
+    return [
+        *(
+            f"steps {stage.start + 1} to {end}: {stage.batch_size:,} rows of "
+            f"{stage.sequence_length:,} tokens, {stage.tokens:,} tokens a step; "
+            f"{flops_per_token(config.model, stage.sequence_length):,.0f} FLOPs per token, "
+            "forward and backward"
+            if stage.start < end
+            else f"after step {stage.start}: not reached"
+            for stage, end in zip(stages, ends, strict=True)
+        ),
+        f"{steps:,} steps, {config.data.tokens_after(steps):,} tokens",
+    ]
 
 
 def _rule(spec: ParamSpec, config: OptimiserConfig) -> str:

@@ -60,7 +60,12 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
     ):
         shards = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         data = make_train_iterator(config.data, cache_dir, **shards)
-        held_out = validation_batches(config.data, cache_dir, config.train.eval_batches, **shards)
+        held_out = [
+            validation_batches(
+                config.data.during(stage), cache_dir, config.train.eval_batches, **shards
+            )
+            for stage in config.data.schedule()
+        ]
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         check_vocab(tokenizer, config.model.vocab_size)
         spare = config.model.vocab_size - tokenizer.vocab_size
@@ -91,10 +96,13 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
             with MetricsLog(workdir, start, config.train.tensorboard) as metrics:
                 loop = _Loop(config, workdir, data, metrics, checkpoints, stop)
                 state = loop.run(
-                    state, run_step, lambda state: _bits_per_byte(evaluate, state, held_out)
+                    state,
+                    run_step,
+                    lambda state, stage: _bits_per_byte(evaluate, state, held_out[stage]),
                 )
         if stop.received is None:
-            _report(config, workdir, cache_dir, plan, state, held_out)
+            last = held_out[config.data.stage_of(config.train.steps)]
+            _report(config, workdir, cache_dir, plan, state, last)
         return Outcome(state, int(state.step), stop.received)
 
 
@@ -120,18 +128,20 @@ class _Loop:
         self._watch = Stopwatch()
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._profiling = False
-        data = self.config.data
-        self._tokens_per_step = data.batch_size * data.sequence_length
-        self._flops_per_token = flops_per_token(self.config.model, data.sequence_length)
+        self._stages = self.config.data.schedule()
+        self._flops_per_token = [
+            flops_per_token(self.config.model, stage.sequence_length) for stage in self._stages
+        ]
 
     def run(
         self,
         state: TrainState,
         run_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
-        validate: Callable[[TrainState], float],
+        validate: Callable[[TrainState, int], float],
     ) -> TrainState:
         """The state after the last step, or after the step in which a signal came."""
         train, start = self.config.train, int(state.step)
+        borders = {stage.start for stage in self._stages[1:]}
         with tqdm(total=train.steps, initial=start, unit="step", dynamic_ncols=True) as self._bar:
             for step in range(start + 1, train.steps + 1):
                 if step == start + 1 and self.stop.received is not None:
@@ -142,12 +152,13 @@ class _Loop:
                 self._settle()  # the step before; this one runs meanwhile
                 self._pending = step, metrics
                 last, stopped = step == train.steps, self.stop.received is not None
-                if step == start + 1:
+                if step == start + 1 or step - 1 in borders:
                     self._settle()
                     self._watch.start(step)  # compilation is no part of tokens/s
-                if last or (train.eval_every and step % train.eval_every == 0):
+                due = train.eval_every and step % train.eval_every == 0
+                if last or due or step in borders:
                     self._settle()
-                    self._validate(step, validate(state))
+                    self._validate(step, validate(state, self.config.data.stage_of(step)))
                 if last or stopped or step % train.checkpoint_every == 0:
                     self._settle()
                     self.checkpoints.save(state, self.data)
@@ -167,15 +178,26 @@ class _Loop:
         self._bar.update()
         if step % self.config.train.log_every and step != self.config.train.steps:
             return
-        record: dict[str, float] = {"tokens": step * self._tokens_per_step} | figures
+        number = self.config.data.stage_of(step)
+        record = self._place_of(step) | figures
         if rate := self._watch.rate(step):
-            record["tokens_per_second"] = rate * self._tokens_per_step
-            record["model_flops_per_second"] = record["tokens_per_second"] * self._flops_per_token
+            speed = rate * self._stages[number].tokens
+            record["tokens_per_second"] = speed
+            record["model_flops_per_second"] = speed * self._flops_per_token[number]
         self.metrics.write(step, record)
 
+    def _place_of(self, step: int) -> dict[str, float]:
+        """What every record begins with: tokens so far, and the stage where there are several."""
+        data = self.config.data
+        place: dict[str, float] = {"tokens": data.tokens_after(step)}
+        if len(self._stages) > 1:
+            number = data.stage_of(step)
+            length = self._stages[number].sequence_length
+            place |= {"stage": number + 1, "sequence_length": length}
+        return place
+
     def _validate(self, step: int, bits_per_byte: float) -> None:
-        tokens = step * self._tokens_per_step
-        self.metrics.write(step, {"tokens": tokens, "validation_bits_per_byte": bits_per_byte})
+        self.metrics.write(step, self._place_of(step) | {"validation_bits_per_byte": bits_per_byte})
         tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
         self._watch.start(step)
 
