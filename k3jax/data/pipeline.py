@@ -16,10 +16,12 @@ transition comes twice in an epoch and none is lost, whatever the lengths.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,15 @@ class TrainIterator(grain.DatasetIterator):
 
     def get_state(self) -> dict[str, Any]:
         return {"corpus": self._digest, **self._parent.get_state()}
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """As orbax asks for it, from a checkpoint of any number of processes: all save the same."""
+
+        async def read() -> None:
+            file = next(directory.glob("process_0-of-*.json"))
+            self.set_state(json.loads(await asyncio.to_thread(file.read_text)))
+
+        return read()
 
     def set_state(self, state: dict[str, Any]) -> None:
         state = dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
 from k3jax.config import ExperimentConfig
@@ -20,11 +21,13 @@ from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
 from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
 from k3jax.data.tokenizer import check_vocab
+from k3jax.flags import to_json
 from k3jax.layers.balancing import update_balancing
 from k3jax.model import Decoder
 from k3jax.optim import learning_rate
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.hosts import StopVote, leading, placed, require_equal, share_of_rows
 from k3jax.train.metrics import MetricsLog, Stopwatch
 from k3jax.train.report import make_sampler, plot
 from k3jax.train.signals import StopSignal
@@ -58,7 +61,10 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
         jax.set_mesh(make_mesh(config.mesh)),
         StopSignal() as stop,
     ):
-        shards = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        require_equal("settings", to_json(config))
+        share = share_of_rows(jax.sharding.get_mesh())
+        shards = {"process_index": share[0], "process_count": share[1]}
+        require_equal("data.sources", load_corpus(config.data, cache_dir).digest)
         data = make_train_iterator(config.data, cache_dir, **shards)
         held_out = [
             validation_batches(
@@ -82,6 +88,7 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
         )
         evaluate = make_evaluation(loss, token_bytes)
 
+        vote = StopVote(stop)
         with Checkpoints(workdir / "checkpoints", config) as checkpoints:
             state = checkpoints.restore(plan.abstract(), data)
             if state is None:
@@ -91,19 +98,23 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
                 raise ValueError(
                     f"train.steps = {config.train.steps}: {workdir} is at step {start}"
                 )
-            record_config(workdir, config)
+            if leading():
+                record_config(workdir, config)
             log.info("%s from step %d of %d", config.name, start, config.train.steps)
-            with MetricsLog(workdir, start, config.train.tensorboard) as metrics:
-                loop = _Loop(config, workdir, data, metrics, checkpoints, stop)
+            with contextlib.ExitStack() as stack:
+                metrics = None
+                if leading():
+                    record = MetricsLog(workdir, start, config.train.tensorboard)
+                    metrics = stack.enter_context(record)
+                loop = _Loop(config, workdir, share, data, metrics, checkpoints, vote)
                 state = loop.run(
                     state,
                     run_step,
-                    lambda state, stage: _bits_per_byte(evaluate, state, held_out[stage]),
+                    lambda state, stage: _bits_per_byte(evaluate, state, held_out[stage], share),
                 )
-        if stop.received is None:
-            last = held_out[config.data.stage_of(config.train.steps)]
-            _report(config, workdir, cache_dir, plan, state, last)
-        return Outcome(state, int(state.step), stop.received)
+        if not vote.now():
+            _report(config, workdir, cache_dir, plan, state)
+        return Outcome(state, int(state.step), vote.signal)
 
 
 def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
@@ -119,10 +130,11 @@ class _Loop:
 
     config: ExperimentConfig
     workdir: Path
+    share: tuple[int, int]
     data: TrainIterator
-    metrics: MetricsLog
+    metrics: MetricsLog | None  # of the first process
     checkpoints: Checkpoints
-    stop: StopSignal
+    vote: StopVote
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch()
@@ -142,16 +154,20 @@ class _Loop:
         """The state after the last step, or after the step in which a signal came."""
         train, start = self.config.train, int(state.step)
         borders = {stage.start for stage in self._stages[1:]}
-        with tqdm(total=train.steps, initial=start, unit="step", dynamic_ncols=True) as self._bar:
+        self._bar = tqdm(
+            total=train.steps, initial=start, unit="step", dynamic_ncols=True,
+            disable=self.metrics is None,
+        )  # fmt: skip
+        with self._bar:
             for step in range(start + 1, train.steps + 1):
-                if step == start + 1 and self.stop.received is not None:
+                if step == start + 1 and self.vote.now():
                     break  # nothing to save, and compilation may take minutes
                 self._profile(step, start)
                 batch = self._place(next(self.data))
                 state, metrics = run_step(state, batch)
                 self._settle()  # the step before; this one runs meanwhile
                 self._pending = step, metrics
-                last, stopped = step == train.steps, self.stop.received is not None
+                last, stopped = step == train.steps, self.vote.take()
                 if step == start + 1 or step - 1 in borders:
                     self._settle()
                     self._watch.start(step)  # compilation is no part of tokens/s
@@ -184,7 +200,7 @@ class _Loop:
             speed = rate * self._stages[number].tokens
             record["tokens_per_second"] = speed
             record["model_flops_per_second"] = speed * self._flops_per_token[number]
-        self.metrics.write(step, record)
+        self._write(step, record)
 
     def _place_of(self, step: int) -> dict[str, float]:
         """What every record begins with: tokens so far, and the stage where there are several."""
@@ -197,17 +213,23 @@ class _Loop:
         return place
 
     def _validate(self, step: int, bits_per_byte: float) -> None:
-        self.metrics.write(step, self._place_of(step) | {"validation_bits_per_byte": bits_per_byte})
-        tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
+        self._write(step, self._place_of(step) | {"validation_bits_per_byte": bits_per_byte})
+        if self.metrics is not None:
+            tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
         self._watch.start(step)
 
+    def _write(self, step: int, record: dict[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(step, record)
+
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """`[rows, T]` of this process to `[micro-batches, rows / micro-batches, T]` on the mesh."""
+        """`[rows, T]` of this process to `[micro-batches, rows / micro-batches, T]` on the mesh.
+
+        Neighbouring rows go to different micro-batches, however many processes share the rows.
+        """
         parts = self.config.train.micro_batches
-        return _placed(
-            {name: x.reshape(parts, -1, x.shape[1]) for name, x in batch.items()},
-            PartitionSpec(None, BATCH, SEQUENCE),
-        )
+        split = {name: x.reshape(-1, parts, x.shape[1]).swapaxes(0, 1) for name, x in batch.items()}
+        return placed(split, PartitionSpec(None, BATCH, SEQUENCE), self.share)
 
     def _profile(self, step: int, start: int) -> None:
         """Begin and end the profiler's window, or what is left of it, before `step` runs."""
@@ -225,16 +247,14 @@ class _Loop:
             jax.profiler.stop_trace()
 
 
-def _placed(batch: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, jax.Array]:
-    sharding = NamedSharding(jax.sharding.get_mesh(), spec)
-    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
-
-
 def _bits_per_byte(
-    evaluate: Callable[..., Any], state: TrainState, batches: Iterable[dict[str, np.ndarray]]
+    evaluate: Callable[..., Any],
+    state: TrainState,
+    batches: Iterable[dict[str, np.ndarray]],
+    share: tuple[int, int],
 ) -> float:
     spec = PartitionSpec(BATCH, SEQUENCE)
-    pairs = jax.device_get([evaluate(state, _placed(batch, spec)) for batch in batches])
+    pairs = jax.device_get([evaluate(state, placed(batch, spec, share)) for batch in batches])
     bits, size = np.sum(np.asarray(pairs, np.float64), axis=0)
     return float(bits / size) if size else math.nan
 
@@ -245,14 +265,16 @@ def _report(
     cache_dir: Path,
     plan: Blueprint,
     state: TrainState,
-    held_out: list[dict[str, np.ndarray]],
 ) -> None:
     """The plot and the sample, for whoever looks at `workdir` afterwards."""
+    last = config.data.schedule()[config.data.stage_of(config.train.steps)]
+    held_out = validation_batches(config.data.during(last), cache_dir, config.train.eval_batches)
     baseline = None
-    if config.data.tokenizer == "bytes":
+    if leading() and config.data.tokenizer == "bytes":
         baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
-    print(f"loss curve: {plot(workdir, baseline)}")
+    if leading():
+        print(f"loss curve: {plot(workdir, baseline)}")
     if count := config.train.sample_tokens:
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         sample = make_sampler(plan, tokenizer.vocab_size, TEMPERATURE)
@@ -260,6 +282,8 @@ def _report(
         real = held_out[0]["segment_ids"][0, :PROMPT] > 0  # padding may end a row
         prompt = np.tile(held_out[0]["inputs"][0, :PROMPT][real], (rows, 1))
         drawn = sample(state, prompt, count, state.rng)
+        if not leading():
+            return
         text = f"{tokenizer.decode(prompt[0])}▌{tokenizer.decode(drawn)}\n"
         (workdir / "sample.txt").write_text(text, "utf-8")
         print(f"sample, after held-out text up to ▌:\n{text}")
