@@ -4,11 +4,16 @@
 
 The same command resumes a run that was stopped or killed. `--dry_run` prints the settings, the
 parameters and the cost of a token, and trains nothing. Bad input ends in one line and exit code 2.
+
+On many hosts every process runs the same command, with one `--workdir` that all of them see:
+`--distributed` under SLURM, GKE, Open MPI or on a TPU pod, else with `--coordinator=host:port
+--processes=N --process=i`. `experiments/jobs/` has job scripts. The mesh must take all devices.
 """
 
 from __future__ import annotations
 
 import logging as python_logging
+import os
 import sys
 from pathlib import Path
 
@@ -18,15 +23,23 @@ from absl import app, flags, logging
 from configs import CONFIGS
 from k3jax.flags import define, resolve
 from k3jax.train.describe import describe
+from k3jax.train.hosts import join, leading
 from k3jax.train.loop import train
 
 CACHE = flags.DEFINE_string(
     "cache_dir", "~/.cache/k3jax", "Where tokenised corpora and compiled programs are kept."
 )
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other processes of this job.")
+COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of the first process.")
+PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.")
+PROCESS = flags.DEFINE_integer("process", None, "The number of this one, from 0.")
 
 
 def run() -> int:
     config = resolve(CONFIGS)
+    place = (COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    if not flags.FLAGS.dry_run and (DISTRIBUTED.value or place != (None,) * 3):
+        join(*place)
     if flags.FLAGS.dry_run:
         print(describe(config))
         return 0
@@ -38,8 +51,9 @@ def run() -> int:
     outcome = train(config, Path(flags.FLAGS.workdir), cache / "corpora")
     if outcome.stopped_by is None:
         return 0
-    place = f"step {outcome.step} is saved" if outcome.step else "before the first step"
-    print(f"stopped by signal {outcome.stopped_by}: {place}")
+    saved = f"step {outcome.step} is saved" if outcome.step else "before the first step"
+    if leading():
+        print(f"stopped by signal {outcome.stopped_by}: {saved}")
     return 128 + outcome.stopped_by
 
 
@@ -53,10 +67,16 @@ def main(arguments: list[str]) -> int:
         if stray := arguments[1:]:
             raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
         return run()
-    except (ValueError, OSError, MemoryError) as error:
-        if verbose:
+    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        alone = not jax.distributed.is_initialized()
+        if verbose or (alone and isinstance(error, jax.errors.JaxRuntimeError)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        line = str(error)
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            line = f"process {jax.process_index()}: stopped, {line.splitlines()[0]}"
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        if not alone:  # leaving in good order would mean to wait for the others
+            os._exit(2)
         return 2
 
 

@@ -30,9 +30,12 @@ class ParamSpec:
     """What there is to know about one parameter before it exists.
 
     `axes` has one logical axis of `k3jax.sharding.Rules`, or None, per dimension of `shape`. `rule`
-    is the optimiser's when Muon is on; `decay` says whether weight decay applies. `hf_name` is the
-    name in an official checkpoint, relative to its layer, with `{expert}` where each expert has
-    its own tensor; None where there is none.
+    is the optimiser's when Muon is on; `decay` says whether weight decay applies. The columns (last
+    axis) are those of `heads` equal blocks, each of which Muon per head takes for a matrix of its
+    own. Where a head's columns make queries or keys of softmax attention, `qk_clip` has `(width,
+    power)` of each stretch of them: QK clip scales it by gamma to that power. `hf_name` is the name
+    in an official checkpoint, relative to its layer, with `{expert}` where each expert has its own
+    tensor; None where there is none.
     """
 
     shape: tuple[int, ...]
@@ -42,10 +45,18 @@ class ParamSpec:
     decay: bool = False
     hf_name: str | None = None
     dtype: jnp.dtype = FLOAT32
+    heads: int = 1
+    qk_clip: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ValueError(f"axes = {self.axes}: one entry for each dimension of {self.shape}")
+        if self.rule == "muon" and len(self.shape) < 2:
+            raise ValueError(f"rule = 'muon': shape {self.shape} of {self.hf_name} is no matrix")
+        if self.heads > 1 and self.shape[-1] % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide the columns of {self.shape}")
+        if self.qk_clip and sum(width for width, _ in self.qk_clip) * self.heads != self.shape[-1]:
+            raise ValueError(f"qk_clip = {self.qk_clip}: must add up to a head of {self.shape}")
 
     def stacked(self, layers: int) -> ParamSpec:
         """The same parameter of `layers` equal layers, on a leading axis."""

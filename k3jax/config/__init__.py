@@ -13,6 +13,7 @@ from k3jax.config.experiment import (
     OptimiserConfig,
     OptimiserRule,
     Schedule,
+    Stage,
     TrainConfig,
 )
 from k3jax.config.model import (
@@ -61,6 +62,7 @@ __all__ = [
     "Residual",
     "ResidualConfig",
     "Schedule",
+    "Stage",
     "TrainConfig",
     "Transport",
     "parse_ratio",

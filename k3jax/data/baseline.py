@@ -94,7 +94,7 @@ class InterpolatedTrigram:
         length = min(_BLOCK, math.ceil(HELD_OUT * len(documents)))
 
         def read(index: int) -> Batch:
-            return shift(*documents.read_rows(np.array([index]), length))
+            return shift(*documents.read(np.array([index * length]), length))
 
         counts, batch = Counts(), read(0)
         for index in range(1, documents.rows(length)):

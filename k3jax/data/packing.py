@@ -5,8 +5,8 @@ length T is its tokens `r * T` to `(r + 1) * T`, one more than T: inputs and tar
 without its last and without its first token. Rows overlap by one token, so each neighbouring pair
 of the stream lies in exactly one row, and so does each transition within a document, however long;
 pairs of two documents weigh zero. Nothing is padded but the end of the last row, and any row can be
-read at once from its index: a position in an epoch is one number. The price is that a row begins
-wherever the cut falls, without what its document said before.
+read at once from its first token: a position in an epoch is one number. The price is that a row
+begins wherever the cut falls, without what its document said before.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Stream:
         """Rows of `length` predictions that hold the whole stream."""
         return -(-(len(self) - 1) // length)
 
-    def read_rows(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-        """Rows `rows [R]` of `length` predictions; a negative number gives a row of padding.
+    def read(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+        """Rows of `length` predictions from tokens `starts [R]` on; a negative one gives padding.
 
         Returns `(tokens, segment_ids, loss_mask)`, each `[R, length + 1]`, int32, int32, bool, as
         `shift` takes them; documents are numbered from 1 in each row, padding is 0.
         """
-        position = rows[:, None] * length + np.arange(length + 1)
-        real = (rows >= 0)[:, None] & (position < len(self))
+        position = starts[:, None] + np.arange(length + 1)
+        real = (starts >= 0)[:, None] & (position < len(self))
         position = np.where(real, position, 0)
         document = np.searchsorted(self.ends, position, "right")
         segment_ids = np.where(real, document - document[:, :1] + 1, 0)

@@ -8,14 +8,20 @@ from its number, and a restored iterator continues at once with the batch that w
 
 Without `weights` the documents of all sources form one pool: each transition comes once per epoch.
 With weights each source is a pool, and every row is of one source.
+
+A stage of longer rows goes on in the stream where the one before it ended, in each pool: a stage is
+given its stretch of the stream as a whole, cut into its rows and shuffled within itself. So no
+transition comes twice in an epoch and none is lost, whatever the lengths.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +72,12 @@ class TrainIterator(grain.DatasetIterator):
     checkpointable. A state of another corpus is refused.
     """
 
-    def __init__(self, batches: grain.MapDataset, digest: str, epochs_per_batch: float) -> None:
+    def __init__(
+        self, batches: grain.MapDataset, digest: str, epochs: Callable[[int], float]
+    ) -> None:
         super().__init__(iter(batches.to_iter_dataset(PREFETCH)))
         self._digest = digest
-        self._epochs_per_batch = epochs_per_batch
+        self._epochs = epochs
 
     def __next__(self) -> Batch:
         return next(self._parent)
@@ -77,10 +85,19 @@ class TrainIterator(grain.DatasetIterator):
     @property
     def epoch(self) -> float:
         """Tokens given out so far over tokens in the training documents."""
-        return self.get_state()["next_index"] * self._epochs_per_batch
+        return self._epochs(self.get_state()["next_index"])
 
     def get_state(self) -> dict[str, Any]:
         return {"corpus": self._digest, **self._parent.get_state()}
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """As orbax asks for it, from a checkpoint of any number of processes: all save the same."""
+
+        async def read() -> None:
+            file = next(directory.glob("process_0-of-*.json"))
+            self.set_state(json.loads(await asyncio.to_thread(file.read_text)))
+
+        return read()
 
     def set_state(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -99,17 +116,50 @@ def make_train_iterator(
     process_index: int = 0,
     process_count: int = 1,
 ) -> TrainIterator:
-    """Training batches `[batch_size / process_count, sequence_length]`, without end.
+    """Training batches `[batch_size / process_count, sequence_length]` of each stage, without end.
 
-    The batches of all processes, one below the other in the order of `process_index`, are that of a
-    single one, whatever their number.
+    Batch i is that of step i + 1. The batches of all processes, one below the other in the order of
+    `process_index`, are that of a single one, whatever their number.
     """
     source = load_corpus(config, cache_dir)
-    rows = _mixed(source.train, source.weights, config.sequence_length, config.seed)
-    make = _batch_maker(source.train, config, _share(config, process_index, process_count))
-    batches = rows.batch(config.batch_size).map(make)
-    total = sum(stream.rows(config.sequence_length) for stream in source.train)
-    return TrainIterator(batches, source.digest, config.batch_size / total)
+    stages = config.schedule()
+    parts, places = [], [_Place(0, 0)] * len(source.train)
+    for number, stage in enumerate(stages):
+        now = config.during(stage)
+        steps = stages[number + 1].start - stage.start if stage != stages[-1] else None
+        make = _batch_maker(source.train, now, _share(now, process_index, process_count))
+        counts = None if steps is None else _counts(source.weights, steps * stage.batch_size)
+        pools = [
+            grain.MapDataset.concatenate(
+                [
+                    *_rows(
+                        pool, stream, place, now, None if counts is None else counts[pool], number
+                    ),
+                    # Never read: grain ends a mixture where a pool would, give or take a row.
+                    grain.MapDataset.range(1).repeat(_ENDLESS),
+                ]
+            )
+            for pool, (stream, place) in enumerate(zip(source.train, places, strict=True))
+        ]
+        batches = grain.MapDataset.mix(pools, source.weights).batch(stage.batch_size)
+        if counts is not None:
+            batches = batches.slice(slice(0, steps))
+            places = [
+                place.after(count, stream, stage.sequence_length)
+                for place, count, stream in zip(places, counts, source.train, strict=True)
+            ]
+        parts.append(batches.map(make))
+
+    def epochs(batches: int) -> float:
+        ends = [*(stage.start for stage in stages[1:]), batches]
+        return sum(
+            max(min(end, batches) - stage.start, 0)
+            * stage.batch_size
+            / sum(stream.rows(stage.sequence_length) for stream in source.train)
+            for stage, end in zip(stages, ends, strict=True)
+        )
+
+    return TrainIterator(grain.MapDataset.concatenate(parts), source.digest, epochs)
 
 
 def validation_batches(
@@ -129,11 +179,15 @@ def validation_batches(
     length, size = config.sequence_length, config.batch_size
     held = [(s, w) for s, w in zip(source.validation, source.weights, strict=True) if len(s)]
     streams = tuple(stream for stream, _ in held)
-    numbers = _mixed(streams, tuple(w for _, w in held), length, _VALIDATION_SEED, epochs=1)
+    config = dataclasses.replace(config, seed=_VALIDATION_SEED)
+    pools = [
+        _rows(pool, stream, _Place(0, 0), config, stream.rows(length), 0)[0]
+        for pool, stream in enumerate(streams)
+    ]
+    numbers = grain.MapDataset.mix(pools, tuple(w for _, w in held))
     table = np.stack([numbers[i] for i in range(min(count * size, len(numbers)))])
     batches = -(-len(table) // size)
     table = np.concatenate([table, np.tile([0, 0, -1], (batches * size - len(table), 1))])
-    config = dataclasses.replace(config, seed=_VALIDATION_SEED)
     make = _batch_maker(streams, config, _share(config, process_index, process_count))
     return [make(part) for part in table.reshape(batches, size, 3)]
 
@@ -180,29 +234,78 @@ def _load_corpus(
     )
 
 
-def _mixed(
-    streams: tuple[Stream, ...],
-    weights: tuple[float, ...],
-    length: int,
-    seed: int,
-    epochs: int | None = None,
-) -> grain.MapDataset:
-    """Rows as `[pool, epoch, row]` int64, shuffled within each epoch and mixed by weight."""
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A place in the endless stream of a pool: epoch, and token of that epoch."""
 
-    def of_pool(pool: int, rows: int) -> grain.MapDataset:
-        shuffled = grain.MapDataset.range(rows).shuffle(seed=_seed(seed, "rows", pool))
-        return shuffled.repeat(epochs or _ENDLESS // rows).map_with_index(
-            lambda index, number: np.array([pool, index // rows, number])
+    epoch: int
+    token: int
+
+    def left(self, stream: Stream, length: int) -> int:
+        """Rows of `length` predictions from here to the end of the epoch."""
+        return -(-(len(stream) - 1 - self.token) // length)
+
+    def after(self, rows: int, stream: Stream, length: int) -> _Place:
+        """The place `rows` rows later."""
+        left, whole = self.left(stream, length), stream.rows(length)
+        if rows < left:
+            return _Place(self.epoch, self.token + rows * length)
+        epochs, rest = divmod(rows - left, whole)
+        return _Place(self.epoch + 1 + epochs, rest * length)
+
+
+def _rows(
+    pool: int, stream: Stream, place: _Place, config: DataConfig, count: int | None, stage: int
+) -> list[grain.MapDataset]:
+    """`count` rows of a pool, or endlessly many, from `place` on: `[pool, epoch, first token]`.
+
+    Each stretch of the stream within one epoch is shuffled within itself.
+    """
+    length = config.sequence_length
+    whole = stream.rows(length)
+    stretches = []
+    if place.token:
+        rows = place.left(stream, length)
+        rows = rows if count is None else min(count, rows)
+        stretches.append((place, rows, 1))
+        place = place.after(rows, stream, length)
+        count = None if count is None else count - rows
+    epochs = _ENDLESS // whole if count is None else count // whole
+    stretches.append((place, whole, epochs))
+    if count is not None:
+        stretches.append((_Place(place.epoch + epochs, 0), count % whole, 1))
+
+    def shuffled(number: int, place: _Place, rows: int, times: int) -> grain.MapDataset:
+        seed = _seed(config.seed, "rows", pool, *((stage, number) if stage else ()))
+        order = grain.MapDataset.range(rows).shuffle(seed=seed).repeat(times)
+        return order.map_with_index(
+            lambda index, row: np.array(
+                [pool, place.epoch + index // rows, place.token + row * length]
+            )
         )
 
-    pools = [of_pool(pool, stream.rows(length)) for pool, stream in enumerate(streams)]
-    return grain.MapDataset.mix(pools, weights)
+    return [shuffled(i, *parts) for i, parts in enumerate(stretches) if parts[1] and parts[2]]
+
+
+def _counts(weights: tuple[float, ...], rows: int) -> list[int]:
+    """How many of the first `rows` rows of a mixture come from each pool."""
+    pools = [
+        grain.MapDataset.range(_ENDLESS).map(lambda row, pool=pool: (pool, row))
+        for pool in range(len(weights))
+    ]
+    mixed, counts = grain.MapDataset.mix(pools, weights), [0] * len(weights)
+    for index in reversed(range(rows)):  # the last row of each pool says how many there were
+        pool, row = mixed[index]
+        counts[pool] = counts[pool] or row + 1
+        if sum(counts) == rows:
+            break
+    return counts
 
 
 def _batch_maker(
     streams: tuple[Stream, ...], config: DataConfig, share: slice
 ) -> Callable[[np.ndarray], Batch]:
-    """Reads the rows `share` of a batch of row numbers `[rows, 3]`; a negative one is padding."""
+    """Reads the rows `share` of a batch `[rows, 3]` of `_rows`; a negative place is padding."""
     length = config.sequence_length
 
     @functools.lru_cache(maxsize=2 * len(streams))  # rows of a batch may straddle two epochs
@@ -216,7 +319,7 @@ def _batch_maker(
         loss_mask = np.ones((len(mine), length + 1), bool)
         for pool, epoch in np.unique(mine[:, :2], axis=0).tolist():
             here = np.flatnonzero((mine[:, :2] == (pool, epoch)).all(1))
-            rows = stream_of(pool, epoch).read_rows(mine[here, 2], length)
+            rows = stream_of(pool, epoch).read(mine[here, 2], length)
             tokens[here], segment_ids[here], loss_mask[here] = rows
         return shift(tokens, segment_ids, loss_mask)
 

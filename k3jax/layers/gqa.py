@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,15 @@ class GroupedQueryAttention(nnx.Module):
     ):
         self.config = config
 
-        def linear(inner: int, outer: int, axes: tuple[str, str], name: str) -> nnx.Variable:
-            return declare(matrix((inner, outer), axes, f"self_attn.{name}.weight", init_std), rngs)
+        def linear(inner, outer, axes: tuple[str, str], name: str, **more: Any) -> nnx.Variable:
+            name = f"self_attn.{name}.weight"
+            return declare(matrix((inner, outer), axes, name, init_std, **more), rngs)
 
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = linear(d_model, width, ("embed", "heads"), "q_proj")
-        self.key = linear(d_model, kv_width, ("embed", "heads"), "k_proj")
-        self.value = linear(d_model, kv_width, ("embed", "heads"), "v_proj")
+        columns, kv, both = ("embed", "heads"), config.kv_heads, ((config.head_dim, 0.5),)
+        self.query = linear(d_model, width, columns, "q_proj", heads=config.heads, qk_clip=both)
+        self.key = linear(d_model, kv_width, columns, "k_proj", heads=kv, qk_clip=both)
+        self.value = linear(d_model, kv_width, columns, "v_proj", heads=kv)
         self.out = linear(width, d_model, ("heads", "embed"), "o_proj")
 
     def __call__(

@@ -83,7 +83,9 @@ class KimiDeltaAttention(nnx.Module):
 
         def linear(inner, outer, axes, name, rule: OptimiserRule = "muon") -> nnx.Variable:
             name = f"self_attn.{name}.weight"
-            return declare(matrix((inner, outer), axes, name, init_std, rule), rngs)
+            # Every projection onto heads is one matrix a head; one column a head is none.
+            blocks = heads if axes[1] == "heads" and outer > heads else 1
+            return declare(matrix((inner, outer), axes, name, init_std, rule, heads=blocks), rngs)
 
         def taps(stream: str, width: int) -> nnx.Variable:
             shape, name = (config.conv_width, width), f"self_attn.{stream}_conv1d.weight"

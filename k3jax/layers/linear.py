@@ -31,9 +31,10 @@ def matrix(
     hf_name: str | None,
     std: float,
     rule: OptimiserRule = "muon",
+    **more: Any,
 ) -> ParamSpec:
     """The spec of a projection `[in, out]` (official checkpoints store `[out, in]`)."""
-    return ParamSpec(shape, axes, normal(std), rule=rule, decay=True, hf_name=hf_name)
+    return ParamSpec(shape, axes, normal(std), rule=rule, decay=True, hf_name=hf_name, **more)
 
 
 def gain(width: int, hf_name: str, axis: str | None = None) -> ParamSpec:

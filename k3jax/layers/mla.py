@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,23 +62,32 @@ class MultiHeadLatentAttention(nnx.Module):
         heads, rank = config.heads, config.kv_lora_rank
         query, value = heads * (config.qk_nope_dim + config.qk_rope_dim), heads * config.value_dim
 
-        def linear(inner: int, outer: int, axes: tuple[str, str], name: str) -> nnx.Variable:
-            return declare(matrix((inner, outer), axes, f"self_attn.{name}.weight", init_std), rngs)
+        def linear(
+            inner: int, outer: int, axes: tuple[str, str], name: str, **more: Any
+        ) -> nnx.Variable:
+            name, blocks = f"self_attn.{name}.weight", heads if axes[1] == "heads" else 1
+            return declare(matrix((inner, outer), axes, name, init_std, heads=blocks, **more), rngs)
 
         def norm(width: int, name: str) -> nnx.Variable:
             return declare(gain(width, f"self_attn.{name}.weight", "lora"), rngs)
 
+        # A logit's own part takes half of QK clip's gamma on each side; the shared key stays.
+        nope, rope = config.qk_nope_dim, config.qk_rope_dim
+        of_query = {"qk_clip": ((nope, 0.5), (rope, 1.0))}
+        of_keys = {"qk_clip": ((nope, 0.5), (config.value_dim, 0.0))}
         if config.q_lora_rank:
             self.query_down = linear(d_model, config.q_lora_rank, ("embed", "lora"), "q_a_proj")
             self.query_norm = norm(config.q_lora_rank, "q_a_layernorm")
-            self.query_up = linear(config.q_lora_rank, query, ("lora", "heads"), "q_b_proj")
+            self.query_up = linear(
+                config.q_lora_rank, query, ("lora", "heads"), "q_b_proj", **of_query
+            )
         else:
-            self.query = linear(d_model, query, ("embed", "heads"), "q_proj")
+            self.query = linear(d_model, query, ("embed", "heads"), "q_proj", **of_query)
         latent = rank + config.qk_rope_dim
         self.kv_down = linear(d_model, latent, ("embed", "lora"), "kv_a_proj_with_mqa")
         self.kv_norm = norm(rank, "kv_a_layernorm")
         expanded = heads * (config.qk_nope_dim + config.value_dim)
-        self.kv_up = linear(rank, expanded, ("lora", "heads"), "kv_b_proj")
+        self.kv_up = linear(rank, expanded, ("lora", "heads"), "kv_b_proj", **of_keys)
         if config.output_gate:
             self.gate = linear(d_model, value, ("embed", "heads"), "g_proj")
         self.out = linear(value, d_model, ("heads", "embed"), "o_proj")

@@ -1,25 +1,23 @@
 """AdamW and Muon, chosen parameter by parameter.
 
 A parameter's `ParamSpec` says which rule it follows when Muon is on and whether weight decay
-applies. Both groups share one learning rate: Muon's direction is scaled to AdamW's root mean square
-(Moonlight, arXiv 2502.16982, eq. 4).
+applies. Both groups share one learning rate, as Muon's direction is scaled to AdamW's root mean
+square. Muon (Moonlight, arXiv 2502.16982; K3R §2.5): `M <- mu M + G`, the direction is that of
+`mu M + G`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
 
-from k3jax.config import OptimiserConfig
+from k3jax.config import OptimiserConfig, OptimiserRule
+from k3jax.optim.muon import direction
 from k3jax.optim.schedules import learning_rate
-from k3jax.params import ParamSpec, map_specs
-from k3jax.sharding import spec_of, under_mesh
-
-MUON_RMS = 0.2  # root mean square of an update at rate 1, AdamW's typical one
+from k3jax.params import ParamSpec, map_specs, spec_of_variable
 
 
 def make_optimiser(
@@ -28,60 +26,46 @@ def make_optimiser(
     """The optimiser of `params` (concrete or abstract) for a run of `steps` updates.
 
     Clip by global norm, then the direction of each parameter's rule, then decoupled weight decay,
-    then the schedule's rate. Under Muon the last two axes of a parameter are a matrix `[in, out]`;
-    leading axes (layers, experts) count matrices. Raises `ValueError` where a spec asks Muon for
-    a vector.
+    then the schedule's rate. Under Muon the last two axes of a parameter are matrices `[in, out]`,
+    one for each head with `muon_per_head`; leading axes (layers, experts) count matrices.
     """
-
-    def rule(spec: ParamSpec) -> str:
-        if config.kind == "muon" and spec.rule == "muon":
-            if len(spec.shape) < 2:
-                raise ValueError(
-                    f"rule = 'muon': shape {spec.shape} of {spec.hf_name} is no matrix"
-                )
-            return "muon"
-        return "adamw"
-
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+
+    def orthogonal(momentum: nnx.State, _: Any) -> nnx.State:
+        return jax.tree.map(
+            lambda v: v.replace(direction(v[...], spec_of_variable(v), config.muon_per_head)),
+            momentum,
+            is_leaf=_is_parameter,
+        )
+
     directions = {
         "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps),
         "muon": optax.chain(
-            optax.contrib.scale_by_muon(
-                beta=config.muon_momentum, weight_dimension_numbers=_last_two_axes
-            ),
-            optax.stateless(_match_adamw),
+            optax.trace(config.muon_momentum, nesterov=True), optax.stateless(orthogonal)
         ),
     }
+    rules = map_specs(lambda spec: rule_of(spec, config), params)
     return optax.chain(
         clip,
-        optax.partition(directions, map_specs(rule, params)),
+        optax.partition(directions, rules),
         optax.add_decayed_weights(config.weight_decay, map_specs(lambda spec: spec.decay, params)),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
     )
 
 
+def rule_of(spec: ParamSpec, config: OptimiserConfig) -> OptimiserRule:
+    """The rule that a parameter of `spec` follows."""
+    return spec.rule if config.kind == "muon" else "adamw"
+
+
 def update(
     optimiser: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """One step: `(new params, new optimiser state)`, laid out over the mesh as the old ones.
-
-    optax contracts and transposes as it likes, which Explicit axes refuse: the step runs where they
-    are Auto.
-    """
-
-    def step(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-        updates, new_state = optimiser.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), new_state
-
-    if not under_mesh():
-        return step(grads, opt_state, params)
-    layout = jax.tree.map(spec_of, (params, opt_state))
-    return jax.sharding.auto_axes(step, out_sharding=layout)(grads, opt_state, params)
+    """One step: `(new params, new optimiser state)`, laid out over the mesh as the old ones."""
+    updates, new_state = optimiser.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), new_state
 
 
-def _last_two_axes(updates: Any) -> Any:
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
-
-
-def _match_adamw(updates: Any, params: Any) -> Any:
-    return jax.tree.map(lambda u: MUON_RMS * math.sqrt(max(u.shape[-2:])) * u, updates)
+def _is_parameter(node: Any) -> bool:
+    """Whether `node` is a variable with a value: optax masks those that follow another rule."""
+    return isinstance(node, nnx.Variable) and bool(jax.tree.leaves(node))

@@ -25,6 +25,7 @@ from orbax.checkpoint import v1 as ocp
 from k3jax.config import ExperimentConfig, TrainConfig
 from k3jax.data.tokens import file_digest
 from k3jax.flags import differences, from_json, to_json
+from k3jax.train.hosts import anywhere, first_says, leading
 from k3jax.train.state import TrainState
 from k3jax.train.workdir import changed_for_life
 
@@ -35,6 +36,7 @@ PART = ".orbax-checkpoint-tmp"  # orbax's suffix of a directory that is still be
 DAMAGED = ".damaged"
 # orbax's list of what a checkpoint has, with times added at the end
 MANIFEST = "_CHECKPOINT_METADATA"
+_NO_STEP = -1
 
 
 class Checkpoints:
@@ -46,7 +48,7 @@ class Checkpoints:
     def __init__(self, directory: Path, config: ExperimentConfig):
         self.directory, self._config = directory.absolute(), config  # orbax asks for absolute paths
         self._writing: tuple[int, Any] | None = None
-        self._prepare()
+        first_says(self._prepare)
         options = ocp.Context()
         # A closure, since orbax copies its options deeply, and a bound method with its object.
         options.async_options.post_finalization_callback = lambda: self._seal()
@@ -65,10 +67,11 @@ class Checkpoints:
             if kind is None:
                 self.wait()
         finally:
-            with contextlib.suppress(Exception):  # raises a failed write's error once more
-                self._orbax.close()
+            if kind is None or jax.process_count() == 1:  # else it would wait for the others
+                with contextlib.suppress(Exception):  # raises a failed write's error once more
+                    self._orbax.close()
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> int:
         """Make the directory, and put aside what orbax would take for steps and is none."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -80,6 +83,7 @@ class Checkpoints:
             elif path.name.isdecimal() and path.name != str(int(path.name)):
                 log.warning("checkpoint %s skipped: not the name of a step", path.name)
                 _put_aside(path)
+        return 0
 
     def steps(self) -> list[int]:
         """The steps that have a finished checkpoint, ascending."""
@@ -117,22 +121,33 @@ class Checkpoints:
         Moves `data` to the saved position. Damaged checkpoints are renamed, with a line each.
         Raises `ValueError` for an intact checkpoint of another configuration.
         """
-        for step in reversed(self.steps()):
-            path = self.directory / str(step)
-            problem = _damage(path)
-            if problem is None:
-                self._refuse_other(path, step, abstract)
-                try:
-                    leaves = self._load(step, state=_named(abstract))
-                except Exception as error:
-                    problem = _first_line(error)
-                else:
-                    self._load(step, data=data)
-                    return _unnamed(abstract, leaves)
-            log.warning("checkpoint %d skipped: %s", step, problem)
-            _put_aside(path)
+        while (step := first_says(self._newest)) > _NO_STEP:
+            path, problem = self.directory / str(step), ""
             self._orbax.reload()
+            self._refuse_other(path, step, abstract)
+            try:
+                leaves = self._load(step, state=_named(abstract))
+            except Exception as error:
+                problem = _first_line(error)
+            if not anywhere(bool(problem)):
+                self._load(step, data=data)
+                return _unnamed(abstract, leaves)
+            if leading():
+                self._skip(step, problem or "not readable in another process")
         return None
+
+    def _newest(self) -> int:
+        """The newest step whose files are intact; those that are not are put aside."""
+        for step in reversed(self.steps()):
+            problem = _damage(self.directory / str(step))
+            if problem is None:
+                return step
+            self._skip(step, problem)
+        return _NO_STEP
+
+    def _skip(self, step: int, problem: str) -> None:
+        log.warning("checkpoint %d skipped: %s", step, problem)
+        _put_aside(self.directory / str(step))
 
     def _load(self, step: int, **item: Any) -> Any:
         (name,) = item
@@ -163,7 +178,7 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Add the record to the step directory that orbax is about to rename."""
-        if jax.process_index() != 0:
+        if not leading():
             return
         # orbax writes its manifest in one more thread, which it waits for after this callback only.
         self._orbax._manager._checkpointer._metadata_store.wait_until_finished()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
 from k3jax.config import ExperimentConfig, MoEConfig
@@ -20,11 +21,13 @@ from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
 from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
 from k3jax.data.tokenizer import check_vocab
+from k3jax.flags import to_json
 from k3jax.layers.balancing import update_balancing
 from k3jax.model import Decoder
 from k3jax.optim import learning_rate
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.hosts import StopVote, leading, placed, require_equal, share_of_rows
 from k3jax.train.metrics import MetricsLog, Stopwatch
 from k3jax.train.report import make_sampler, plot
 from k3jax.train.signals import StopSignal
@@ -58,9 +61,17 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
         jax.set_mesh(make_mesh(config.mesh)),
         StopSignal() as stop,
     ):
-        shards = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        require_equal("settings", to_json(config))
+        share = share_of_rows(jax.sharding.get_mesh())
+        shards = {"process_index": share[0], "process_count": share[1]}
+        require_equal("data.sources", load_corpus(config.data, cache_dir).digest)
         data = make_train_iterator(config.data, cache_dir, **shards)
-        held_out = validation_batches(config.data, cache_dir, config.train.eval_batches, **shards)
+        held_out = [
+            validation_batches(
+                config.data.during(stage), cache_dir, config.train.eval_batches, **shards
+            )
+            for stage in config.data.schedule()
+        ]
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         check_vocab(tokenizer, config.model.vocab_size)
         spare = config.model.vocab_size - tokenizer.vocab_size
@@ -73,9 +84,11 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
             plan.optimiser,
             learning_rate(config.optimiser, config.train.steps),
             token_bytes,
+            config.optimiser.qk_clip,
         )
         evaluate = make_evaluation(loss, token_bytes)
 
+        vote = StopVote(stop)
         with Checkpoints(workdir / "checkpoints", config) as checkpoints:
             state = checkpoints.restore(plan.abstract(), data)
             if state is None:
@@ -85,16 +98,25 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
                 raise ValueError(
                     f"train.steps = {config.train.steps}: {workdir} is at step {start}"
                 )
-            record_config(workdir, config)
+            if leading():
+                record_config(workdir, config)
             log.info("%s from step %d of %d", config.name, start, config.train.steps)
-            with MetricsLog(workdir, start, config.train.tensorboard) as metrics:
-                loop = _Loop(config, workdir, data, metrics, checkpoints, stop)
+            with contextlib.ExitStack() as stack:
+                metrics = None
+                if leading():
+                    record = MetricsLog(workdir, start, config.train.tensorboard)
+                    metrics = stack.enter_context(record)
+                loop = _Loop(config, workdir, share, data, metrics, checkpoints, vote)
                 state = loop.run(
-                    state, run_step, lambda state: _bits_per_byte(config, evaluate, state, held_out)
+                    state,
+                    run_step,
+                    lambda state, stage: _bits_per_byte(
+                        config, evaluate, state, held_out[stage], share
+                    ),
                 )
-        if stop.received is None:
-            _report(config, workdir, cache_dir, state, held_out)
-        return Outcome(state, int(state.step), stop.received)
+        if not vote.now():
+            _report(config, workdir, cache_dir, state)
+        return Outcome(state, int(state.step), vote.signal)
 
 
 def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
@@ -110,44 +132,52 @@ class _Loop:
 
     config: ExperimentConfig
     workdir: Path
+    share: tuple[int, int]
     data: TrainIterator
-    metrics: MetricsLog
+    metrics: MetricsLog | None  # of the first process
     checkpoints: Checkpoints
-    stop: StopSignal
+    vote: StopVote
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch()
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._profiling = False
         self._dropped = 0.0
-        data = self.config.data
-        self._tokens_per_step = data.batch_size * data.sequence_length
-        self._flops_per_token = flops_per_token(self.config.model, data.sequence_length)
+        self._stages = self.config.data.schedule()
+        self._flops_per_token = [
+            flops_per_token(self.config.model, stage.sequence_length) for stage in self._stages
+        ]
 
     def run(
         self,
         state: TrainState,
         run_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
-        validate: Callable[[TrainState], float],
+        validate: Callable[[TrainState, int], float],
     ) -> TrainState:
         """The state after the last step, or after the step in which a signal came."""
         train, start = self.config.train, int(state.step)
-        with tqdm(total=train.steps, initial=start, unit="step", dynamic_ncols=True) as self._bar:
+        borders = {stage.start for stage in self._stages[1:]}
+        self._bar = tqdm(
+            total=train.steps, initial=start, unit="step", dynamic_ncols=True,
+            disable=self.metrics is None,
+        )  # fmt: skip
+        with self._bar:
             for step in range(start + 1, train.steps + 1):
-                if step == start + 1 and self.stop.received is not None:
+                if step == start + 1 and self.vote.now():
                     break  # nothing to save, and compilation may take minutes
                 self._profile(step, start)
                 batch = self._place(next(self.data))
                 state, metrics = run_step(state, batch)
                 self._settle()  # the step before; this one runs meanwhile
                 self._pending = step, metrics
-                last, stopped = step == train.steps, self.stop.received is not None
-                if step == start + 1:
+                last, stopped = step == train.steps, self.vote.take()
+                if step == start + 1 or step - 1 in borders:
                     self._settle()
                     self._watch.start(step)  # compilation is no part of tokens/s
-                if last or (train.eval_every and step % train.eval_every == 0):
+                due = train.eval_every and step % train.eval_every == 0
+                if last or due or step in borders:
                     self._settle()
-                    self._validate(step, validate(state))
+                    self._validate(step, validate(state, self.config.data.stage_of(step)))
                 if last or stopped or step % train.checkpoint_every == 0:
                     self._settle()
                     self.checkpoints.save(state, self.data)
@@ -171,27 +201,44 @@ class _Loop:
         stop = self._dropped and not self.config.model.moe.allow_drops
         if step % self.config.train.log_every and step != self.config.train.steps and not stop:
             return
-        record: dict[str, float] = {"tokens": step * self._tokens_per_step} | figures
+        number = self.config.data.stage_of(step)
+        record = self._place_of(step) | figures
         if rate := self._watch.rate(step):
-            record["tokens_per_second"] = rate * self._tokens_per_step
-            record["model_flops_per_second"] = record["tokens_per_second"] * self._flops_per_token
-        self.metrics.write(step, record)
+            speed = rate * self._stages[number].tokens
+            record["tokens_per_second"] = speed
+            record["model_flops_per_second"] = speed * self._flops_per_token[number]
+        self._write(step, record)
         dropped, self._dropped = self._dropped, 0.0
         _check_drops(self.config.model.moe, dropped, f"step {step}")
 
+    def _place_of(self, step: int) -> dict[str, float]:
+        """What every record begins with: tokens so far, and the stage where there are several."""
+        data = self.config.data
+        place: dict[str, float] = {"tokens": data.tokens_after(step)}
+        if len(self._stages) > 1:
+            number = data.stage_of(step)
+            length = self._stages[number].sequence_length
+            place |= {"stage": number + 1, "sequence_length": length}
+        return place
+
     def _validate(self, step: int, bits_per_byte: float) -> None:
-        tokens = step * self._tokens_per_step
-        self.metrics.write(step, {"tokens": tokens, "validation_bits_per_byte": bits_per_byte})
-        tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
+        self._write(step, self._place_of(step) | {"validation_bits_per_byte": bits_per_byte})
+        if self.metrics is not None:
+            tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
         self._watch.start(step)
 
+    def _write(self, step: int, record: dict[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(step, record)
+
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """`[rows, T]` of this process to `[micro-batches, rows / micro-batches, T]` on the mesh."""
+        """`[rows, T]` of this process to `[micro-batches, rows / micro-batches, T]` on the mesh.
+
+        Neighbouring rows go to different micro-batches, however many processes share the rows.
+        """
         parts = self.config.train.micro_batches
-        return _placed(
-            {name: x.reshape(parts, -1, x.shape[1]) for name, x in batch.items()},
-            PartitionSpec(None, BATCH, SEQUENCE),
-        )
+        split = {name: x.reshape(-1, parts, x.shape[1]).swapaxes(0, 1) for name, x in batch.items()}
+        return placed(split, PartitionSpec(None, BATCH, SEQUENCE), self.share)
 
     def _profile(self, step: int, start: int) -> None:
         """Begin and end the profiler's window, or what is left of it, before `step` runs."""
@@ -219,19 +266,15 @@ def _check_drops(moe: MoEConfig, dropped: float, where: str) -> None:
         )
 
 
-def _placed(batch: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, jax.Array]:
-    sharding = NamedSharding(jax.sharding.get_mesh(), spec)
-    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
-
-
 def _bits_per_byte(
     config: ExperimentConfig,
     evaluate: Callable[..., Any],
     state: TrainState,
     batches: Iterable[dict[str, np.ndarray]],
+    share: tuple[int, int],
 ) -> float:
     spec = PartitionSpec(BATCH, SEQUENCE)
-    found = jax.device_get([evaluate(state, _placed(batch, spec)) for batch in batches])
+    found = jax.device_get([evaluate(state, placed(batch, spec, share)) for batch in batches])
     bits, size, dropped = np.sum(np.asarray(found, np.float64), axis=0)
     _check_drops(config.model.moe, dropped, "validation")
     return float(bits / size) if size else math.nan
@@ -242,14 +285,16 @@ def _report(
     workdir: Path,
     cache_dir: Path,
     state: TrainState,
-    held_out: list[dict[str, np.ndarray]],
 ) -> None:
     """The plot and the sample, for whoever looks at `workdir` afterwards."""
+    last = config.data.schedule()[config.data.stage_of(config.train.steps)]
+    held_out = validation_batches(config.data.during(last), cache_dir, config.train.eval_batches)
     baseline = None
-    if config.data.tokenizer == "bytes":
+    if leading() and config.data.tokenizer == "bytes":
         baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
-    print(f"loss curve: {plot(workdir, baseline)}")
+    if leading():
+        print(f"loss curve: {plot(workdir, baseline)}")
     if count := config.train.sample_tokens:
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         # One token at a time is no balanced load: sampling has room for any.
@@ -260,6 +305,8 @@ def _report(
         real = held_out[0]["segment_ids"][0, :PROMPT] > 0  # padding may end a row
         prompt = np.tile(held_out[0]["inputs"][0, :PROMPT][real], (rows, 1))
         drawn = sample(state, prompt, count, state.rng)
+        if not leading():
+            return
         text = f"{tokenizer.decode(prompt[0])}▌{tokenizer.decode(drawn)}\n"
         (workdir / "sample.txt").write_text(text, "utf-8")
         print(f"sample, after held-out text up to ▌:\n{text}")

@@ -21,7 +21,7 @@ from k3jax.layers.balancing import load_ratio
 from k3jax.layers.documents import documents_of
 from k3jax.layers.stats import Stats, Sum, reduce_stats
 from k3jax.model import next_token_loss
-from k3jax.optim import update
+from k3jax.optim import clip_logits, update
 from k3jax.sharding import spec_of, under_mesh
 from k3jax.train.state import TrainState
 
@@ -50,14 +50,16 @@ def make_step(
     optimiser: optax.GradientTransformation,
     schedule: optax.Schedule,
     token_bytes: np.ndarray,
+    qk_clip: float = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step function, compiled on first call; it consumes (donates) the state.
 
     A step whose loss or gradient is not finite changes nothing but the counts. `token_bytes
-    [vocab]` are the bytes each token stands for. Metrics are scalars: `loss` in nats per token,
-    `bits_per_byte`, `grad_norm`, `learning_rate`, `dropped_steps` (so far), and, where there are
-    experts, `expert_load` (largest load over mean load, of the layer in which it is worst) and
-    `dropped_routes` (those that found no room on their way to an expert, of all layers).
+    [vocab]` are the bytes each token stands for; `qk_clip` limits attention logits, 0 does not.
+    Metrics are scalars: `loss` in nats per token, `bits_per_byte`, `grad_norm`, `learning_rate`,
+    `dropped_steps` (so far); where there are experts, `expert_load` (largest load over mean load,
+    of the layer in which it is worst) and `dropped_routes` (those that found no room on their way
+    to an expert, of all layers); where there is softmax attention, what `clip_logits` finds.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -80,6 +82,7 @@ def make_step(
         finite = jnp.isfinite(mean) & jnp.isfinite(norm)
 
         params, opt_state = update(optimiser, grads, state.opt_state, state.params)
+        params, logits = clip_logits(params, stats, qk_clip)
         old = (state.params, state.balancing, state.opt_state)
         new = jax.tree.leaves((params, rebalance(state.balancing, stats), opt_state))
         kept = [jnp.where(finite, n, o) for n, o in zip(new, jax.tree.leaves(old), strict=True)]
@@ -91,7 +94,8 @@ def make_step(
             "grad_norm": norm,
             "learning_rate": schedule(state.step - state.skipped),
             "dropped_steps": skipped,
-        } | _expert_metrics(stats)
+        }
+        metrics |= _expert_metrics(stats) | logits
         state = TrainState(params, balancing, opt_state, state.step + 1, skipped, state.rng)
         return state, metrics
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from k3jax.config import ExperimentConfig
 from k3jax.flags import differences, from_json, to_json
+from k3jax.train.hosts import leading
 
 FILE = "config.json"
 FIXED = ("name", "model.", "data.")  # settings that a run keeps for life; others may change
@@ -17,7 +18,7 @@ FIXED = ("name", "model.", "data.")  # settings that a run keeps for life; other
 
 @contextlib.contextmanager
 def occupy(workdir: Path, config: ExperimentConfig) -> Iterator[None]:
-    """Hold `workdir`, made where it is missing, against other processes, for a run of `config`.
+    """Hold `workdir`, made where it is missing, against other runs, for one of `config`.
 
     A run may be resumed with other settings of training, optimiser and mesh. Raises `ValueError`
     for the directory of another run, naming how it differs, and `OSError` for one that cannot be
@@ -29,7 +30,8 @@ def occupy(workdir: Path, config: ExperimentConfig) -> Iterator[None]:
     except OSError as error:
         raise _unusable(workdir, error) from error
     try:
-        _lock(workdir, handle)
+        if leading():
+            _lock(workdir, handle)
         _refuse_other_run(workdir, config)
         yield
     finally:

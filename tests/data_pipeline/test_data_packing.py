@@ -43,7 +43,7 @@ def test_shift_by_hand():
 def test_rows_by_hand():
     stream = stream_of(store_of([[1, 2], [3]]))  # B 1 2 E B 3 E
     assert len(stream) == 7 and stream.rows(4) == 2 and stream.rows(3) == 2 and stream.rows(7) == 1
-    tokens, segment_ids, loss_mask = stream.read_rows(np.array([0, 1, -1]), 4)
+    tokens, segment_ids, loss_mask = stream.read(np.array([0, 4, -1]), 4)
     assert tokens.tolist() == [[BOS, 1, 2, EOS, BOS], [BOS, 3, EOS, 0, 0], [0] * 5]
     assert segment_ids.tolist() == [[1, 1, 1, 1, 2], [1, 1, 1, 0, 0], [0] * 5]
     assert loss_mask.all()
@@ -63,7 +63,7 @@ def test_every_transition_once_and_none_across_documents(length, seed):
     stream = stream.ordered(order)
 
     rows = rng.permutation(stream.rows(length))
-    batch = shift(*stream.read_rows(rows, length))
+    batch = shift(*stream.read(rows * length, length))
     kept = batch["weights"] == 1
     seen = sorted(zip(batch["inputs"][kept].tolist(), batch["targets"][kept].tolist(), strict=True))
     framed = [[BOS, *document, EOS] for document in documents]
@@ -86,7 +86,7 @@ def test_every_transition_once_and_none_across_documents(length, seed):
 
 def test_neighbouring_rows_overlap_by_one_token():
     stream = stream_of(store_of([list(range(50))]))
-    tokens, _, _ = stream.read_rows(np.arange(stream.rows(8)), 8)
+    tokens, _, _ = stream.read(8 * np.arange(stream.rows(8)), 8)
     np.testing.assert_array_equal(tokens[1:, 0], tokens[:-1, -1])
 
 
@@ -94,6 +94,6 @@ def test_loss_masks_reach_the_weights_and_eos_follows_the_last_token():
     documents = [[1, 2, 3], [4, 5], [6]]
     masked = store_of(documents, [[True, False, False], [False, True], [False]])
     stream = stream_of(store_of([[7, 8]]), masked)
-    batch = shift(*stream.read_rows(np.array([0]), len(stream) - 1))
+    batch = shift(*stream.read(np.array([0]), len(stream) - 1))
     learned = batch["targets"][batch["weights"] == 1].tolist()
     assert learned == [7, 8, EOS, 2, 3, EOS, 4, 6, EOS]

@@ -52,10 +52,9 @@ def joined(parts):
 
 def transitions(batches):
     """How often each weighted pair of an input and its target occurs."""
-    batch = joined(batches)
-    kept = batch["weights"] == 1
-    pairs = zip(batch["inputs"][kept].tolist(), batch["targets"][kept].tolist(), strict=True)
-    return collections.Counter(pairs)
+    kept = [tuple(b[name][b["weights"] == 1] for name in ("inputs", "targets")) for b in batches]
+    inputs, targets = map(np.concatenate, zip(*kept, strict=True))
+    return collections.Counter(zip(inputs.tolist(), targets.tolist(), strict=True))
 
 
 def expected_transitions(folder, validation):
@@ -193,6 +192,82 @@ def test_bad_shards(config, cache):
         make_train_iterator(config, cache, process_index=0, process_count=3)
     with pytest.raises(ValueError, match=r"process_index = 2: must be in \[0, 2\)"):
         make_train_iterator(config, cache, process_index=2, process_count=2)
+
+
+STAGES = ("5:16x6", "9:64x2", "12:48x8")
+
+
+def test_stages_go_on_where_the_one_before_ended(config, cache, folder):
+    """One epoch in rows of three lengths: every transition once."""
+    config = dataclasses.replace(config, batch_size=1, stages=("5:16x1", "12:64x1"))
+    stream = load_corpus(config, cache).train[0]
+    left = len(stream) - 1 - 5 * 32 - 7 * 16
+    assert left > 0
+    iterator = make_train_iterator(config, cache)
+    batches = take(iterator, 12 + -(-left // 64))
+    assert [b["inputs"].shape[1] for b in batches[:13]] == [32] * 5 + [16] * 7 + [64]
+    assert transitions(batches) == expected_transitions(folder, validation=False)
+    assert iterator.epoch == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_token_of_a_pool_comes_twice_or_is_lost(letters, cache, monkeypatch, seed):
+    """Over stages of random lengths, several epochs, and pools mixed by weight."""
+    rng = np.random.default_rng([seed, *np.random.default_rng().integers(2**32, size=1)])
+    starts = np.sort(rng.choice(np.arange(1, 60), 4, replace=False))
+    stages = [f"{s}:{rng.integers(1, 400)}x{rng.integers(1, 9)}" for s in starts]
+    weights = tuple(rng.choice([0.05, 0.2, 1.0], 3).tolist())
+    config = DataConfig(
+        letters, weights, sequence_length=16, batch_size=4, seed=seed, stages=tuple(stages)
+    )
+    reads = collections.defaultdict(list)  # (pool, epoch), as the order of documents tells
+
+    def record(self, starts, length):
+        reads[self.ends.tobytes()] += [(int(s), length, len(self)) for s in starts]
+        return read(self, starts, length)
+
+    read = pipeline.Stream.read
+    monkeypatch.setattr(pipeline.Stream, "read", record)
+    monkeypatch.setattr(pipeline, "PREFETCH", pipeline.grain.ReadOptions(0, 0))
+    take(make_train_iterator(config, cache), int(starts[-1]))
+    complete = 0
+    for rows in reads.values():
+        ends = [0] + [start + length for start, length, _ in sorted(rows)]
+        assert [start for start, _, _ in sorted(rows)] == ends[:-1], (stages, weights)
+        complete += ends[-1] >= rows[0][2] - 1
+    assert complete >= len(reads) - 3, (stages, weights)  # each pool's last epoch is under way
+
+
+def test_resume_in_every_stage_and_on_shards(config, cache):
+    config = dataclasses.replace(config, stages=STAGES)
+    iterator, states, batches = make_train_iterator(config, cache), [], []
+    for _ in range(16):
+        states.append(json.loads(json.dumps(iterator.get_state())))
+        batches.append(next(iterator))
+    for point in range(0, 13):
+        restored = make_train_iterator(config, cache)
+        restored.set_state(states[point])
+        assert_equal(take(restored, 3), batches[point : point + 3])
+    halves = [
+        take(make_train_iterator(config, cache, process_index=i, process_count=2), 16)
+        for i in range(2)
+    ]
+    assert_equal(batches, [joined(part) for part in zip(*halves, strict=True)])
+    assert [b["inputs"].shape for b in batches[4:13:4]] == [(4, 32), (6, 16), (8, 48)]
+    assert config.tokens_after(13) == sum(b["inputs"].size for b in batches[:13])
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (("100:64",), "must read steps:lengthxrows"),
+        (("0:64x2",), "all positive"),
+        (("5:64x2", "5:128x1"), "must be in rising order"),
+    ],
+)
+def test_bad_stages(stages, words):
+    with pytest.raises(ValueError, match=rf"data\.stages = .*{words}"):
+        DataConfig(stages=stages)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from k3jax.params import ParamSpec, declare, partition_specs
 from k3jax.sharding import make_mesh
 
 CONFIG = OptimiserConfig(warmup_fraction=0, clip_norm=0, learning_rate=0.1, weight_decay=0.5)
-SHAPES = {"stack": (3, 4, 6), "wide": (4, 6), "table": (5, 4), "gain": (4,)}
+SHAPES = {"stack": (3, 4, 6), "heads": (2, 4, 9), "wide": (4, 6), "table": (5, 4), "gain": (4,)}
 
 
 class Parts(nnx.Module):
@@ -25,6 +25,8 @@ class Parts(nnx.Module):
         normal, rule = initializers.normal(1.0), {"rule": "muon", "decay": True}
         axes = ("layers", "embed", "mlp")
         self.stack = declare(ParamSpec(SHAPES["stack"], axes, normal, **rule), rngs)
+        heads = ParamSpec(SHAPES["heads"], ("layers", "embed", "heads"), normal, heads=3, **rule)
+        self.heads = declare(heads, rngs)
         self.wide = declare(ParamSpec(SHAPES["wide"], axes[1:], normal, **rule), rngs)
         table = ParamSpec(SHAPES["table"], ("vocab", "embed"), normal, decay=True)
         self.table = declare(table, rngs)
@@ -54,6 +56,8 @@ def relative(a, b):
 def newton_schulz(g):
     """The published iteration, one matrix at a time, in float64."""
     x = np.asarray(g, np.float64)
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
     x = x / np.linalg.norm(x)
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
@@ -75,6 +79,34 @@ def test_each_parameter_follows_its_rule(params):
     table, gain = params["table"][...], params["gain"][...]
     assert relative(new["table"][...], table - lr * (sign["table"] + decay * table)) < 1e-5
     assert relative(new["gain"][...], gain - lr * sign["gain"]) < 1e-5
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_every_head_is_a_matrix_of_its_own(params, per_head):
+    """The blocks of columns are orthogonalised and scaled apart: 4 x 3, or all together: 4 x 9."""
+    config = dataclasses.replace(CONFIG, weight_decay=0.0, muon_per_head=per_head)
+    grads, widths = like(params, 6), [3] * 3 if per_head else [9]
+    new, old = one_step(config, params, grads)["heads"][...], params["heads"][...]
+    for layer in range(2):
+        blocks = np.split(np.asarray(grads["heads"][layer]), np.cumsum(widths)[:-1], axis=1)
+        expected = [0.2 * max(b.shape) ** 0.5 * newton_schulz(b) for b in blocks]
+        step = (old[layer] - new[layer]) / config.learning_rate
+        assert relative(step, np.concatenate(expected, axis=1)) < 1e-5
+
+
+def test_momentum_is_that_of_the_papers(params):
+    """M <- mu M + G, direction of mu M + G."""
+    config = dataclasses.replace(CONFIG, weight_decay=0.0, schedule="wsd", final_fraction=1.0)
+    optimiser = make_optimiser(config, 10, params)
+    state, momentum, now = optimiser.init(params), 0, params
+    for seed in (7, 8, 9):
+        grads, old = like(params, seed), now
+        now, state = jax.jit(lambda *args: update(optimiser, *args))(grads, state, old)
+        grad, mu = np.asarray(grads["wide"][...], np.float64), config.muon_momentum
+        momentum = mu * momentum + grad
+        expected = 0.2 * 6**0.5 * newton_schulz(mu * momentum + grad)
+        step = (old["wide"][...] - now["wide"][...]) / config.learning_rate
+        assert relative(step, expected) < 1e-4
 
 
 def test_adamw_everywhere(params):
@@ -108,12 +140,8 @@ def test_gradients_are_clipped_together(params):
 
 
 def test_a_vector_cannot_follow_muon():
-    class Wrong(nnx.Module):
-        def __init__(self):
-            self.v = declare(ParamSpec((4,), (None,), initializers.ones, rule="muon"), None)
-
     with pytest.raises(ValueError, match="is no matrix"):
-        make_optimiser(CONFIG, 10, nnx.state(Wrong()))
+        ParamSpec((4,), (None,), initializers.ones, rule="muon")
 
 
 def test_the_same_under_explicit_axes(params):

@@ -80,8 +80,8 @@ def wait_for_step(process, workdir, step):
         time.sleep(0.02)
 
 
-def final_state(home, workdir):
-    settings = [*SETTINGS, f"data.sources={home / 'text'}"]
+def final_state(home, workdir, *more):
+    settings = [*SETTINGS, f"data.sources={home / 'text'}", *more]
     config = override(CONFIGS["nano"](), settings)
 
     class NoData:
@@ -141,11 +141,11 @@ def terminated(home, workdir):
     assert read_metrics(workdir)[-1]["step"] == step
 
 
-def killed(home, workdir, kills, seed):
+def killed(home, workdir, kills, seed, *more):
     """Go on with the run in `workdir`, killed `kills` times at random moments."""
     moments = random.Random(seed)
     for kill in range(kills):
-        process = start(home, workdir)
+        process = start(home, workdir, *more)
         done = max((r["step"] for r in read_metrics(workdir)), default=0)
         target = done + moments.randint(1, max(1, 2 * (STEPS - done) // (kills - kill + 1)))
         wait_for_step(process, workdir, min(target, STEPS - 1))
@@ -168,6 +168,24 @@ def test_a_signal_and_kills_change_nothing(home, whole, kills):
     assert code == 0, output
     assert same_bits(final_state(home, workdir), whole[1])
     assert records_without_times(workdir) == records_without_times(whole[0])
+
+
+@pytest.mark.full
+def test_kills_across_stages_change_nothing(home):
+    stages = "data.stages=7:16x6,13:64x4"
+    code, output = finish(start(home, home / "staged", stages))
+    assert code == 0, output
+    killed(home, home / "staged-kills", 8, 0, stages)
+    code, output = finish(start(home, home / "staged-kills", stages))
+    assert code == 0, output
+    one, other = (final_state(home, home / name, stages) for name in ("staged", "staged-kills"))
+    assert same_bits(one, other)
+    records = read_metrics(home / "staged")
+    assert records_without_times(home / "staged-kills") == records_without_times(home / "staged")
+    at = [r["step"] for r in records if "validation_bits_per_byte" in r]
+    assert at == [7, 8, 13, 16, 24]
+    assert [r["stage"] for r in records if "loss" in r] == [1] * 7 + [2] * 6 + [3] * 11
+    assert records[-1]["tokens"] == 7 * 4 * 32 + 6 * 6 * 16 + 11 * 4 * 64
 
 
 @pytest.mark.full
@@ -264,4 +282,9 @@ def test_dry_run(home, call, tmp_path):
     assert code == 0 and not (tmp_path / "new").exists()
     (table,) = [line for line in out.splitlines() if line.startswith("embedding")]
     assert "257 x 16" in table and "adamw" in table and "16,448" in table
+    rules = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith("blocks")}
+    mixer = "blocks/0/layers/0/mixer/"
+    assert "muon per head, 16 x 8  " in rules[f"{mixer}stream/q"]
+    assert "muon, 16 x 16  " in rules[f"{mixer}out"] and "adamw" in rules[f"{mixer}beta"]
+    assert "steps 1 to 24: 4 rows of 32 tokens, 128 tokens a step" in out
     assert "FLOPs per token" in out and "parameters: " in out and '"d_model": 16' in out
