@@ -13,7 +13,12 @@ from .spec import Inputs, Spec, check
 
 __all__ = ["Inputs", "Spec", "check", "grouped_matmul"]
 
-for _name, _platforms in (("blocked", ("cpu", "gpu", "tpu")),):
+for _name, _platforms in (
+    ("mosaic_gpu", ("gpu",)),
+    ("triton", ("gpu",)),
+    ("megablox", ("tpu",)),
+    ("blocked", ("cpu", "gpu", "tpu")),
+):
     dispatch.register(
         "grouped_matmul", dispatch.Implementation(_name, f"{__name__}.{_name}", _platforms)
     )
