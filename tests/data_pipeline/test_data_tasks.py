@@ -185,5 +185,5 @@ def test_what_cannot_hold_the_task_is_refused(task, length, symbols, message):
 
 
 def test_a_document_longer_than_its_row_is_refused():
-    with pytest.raises(ValueError, match="at most data.sequence_length = 64"):
+    with pytest.raises(ValueError, match=r"at most data\.sequence_length = 64"):
         parse("task:stack:length=65", SYMBOLS, BOS, 0).read_rows(np.array([0]), 64)

@@ -33,8 +33,8 @@ class Needle:
         spare = length - 3 * self.needles - 3
         depth = rng.random() if self.depth < 0 else self.depth
         # How much noise stands before each note; the first is the one that is asked for.
-        places = np.concatenate([[round(depth * spare)], rng.integers(spare + 1, size=self.needles)])
-        places = places[: self.needles]
+        places = rng.integers(spare + 1, size=self.needles)
+        places[0] = round(depth * spare)
         key, value = rng.permutation(keys), rng.choice(values, self.needles)
         # A sort that keeps ties in order, with the wanted note first or last among equals.
         order = np.lexsort((np.where(np.arange(self.needles) == 0, depth > 0.5, 0.5), places))
