@@ -19,6 +19,7 @@ from k3jax.config import ExperimentConfig
 from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
 from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
+from k3jax.data.tasks import PREFIX
 from k3jax.data.tokenizer import check_vocab
 from k3jax.layers.balancing import update_balancing
 from k3jax.model import Decoder
@@ -226,7 +227,8 @@ def _report(
 ) -> None:
     """The plot and the sample, for whoever looks at `workdir` afterwards."""
     baseline = None
-    if config.data.tokenizer == "bytes":
+    has_task = any(name.startswith(PREFIX) for name in config.data.sources)
+    if config.data.tokenizer == "bytes" and not has_task:
         baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
     print(f"loss curve: {plot(workdir, baseline)}")

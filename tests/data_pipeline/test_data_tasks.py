@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from k3jax.data.tasks import Agent, Needle, Palindrome, Recall, Stack, TaskPool, Variables, parse
+from k3jax.data.tokenizer import load_tokenizer
 
-SYMBOLS = 256
-BOS = 256
+BYTES = load_tokenizer("bytes")
+SYMBOLS = BOS = BYTES.bos_id
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_a_needle_lies_where_it_is_wanted(depth, seed):
 
 @pytest.mark.parametrize("name", ["recall", "palindrome", "stack", "needle", "variables", "agent"])
 def test_rows_hold_whole_documents_and_depend_on_their_number_alone(name, seed):
-    pool = parse(f"task:{name}:length=120:shortest=70", SYMBOLS, BOS, seed)
+    pool = parse(f"task:{name}:length=120:shortest=70", BYTES, seed)
     length = 400
     tokens, segment_ids, answers = pool.read_rows(np.array([5, -1, 9]), length)
     again = pool.read_rows(np.array([9, 5]), length)
@@ -141,7 +142,7 @@ def test_rows_hold_whole_documents_and_depend_on_their_number_alone(name, seed):
 
 
 def test_epochs_and_seeds_draw_other_rows():
-    pool = parse("task:stack", SYMBOLS, BOS, 0)
+    pool = parse("task:stack", BYTES, 0)
     others = [pool.epoch(1), pool.epoch(2), dataclasses.replace(pool, seed=1)]
     rows = [p.read_rows(np.array([0]), 64)[0].tobytes() for p in (pool, *others)]
     assert len(set(rows)) == 4
@@ -159,11 +160,12 @@ def test_epochs_and_seeds_draw_other_rows():
         ("task:needle:depth=deep", "decimal number"),
         ("task:needle:depth=1.5", r"\[0, 1\]"),
         ("task:stack:length=20:shortest=30", "at most length"),
+        ("task:stack:symbols=257", "at most the 256 ids"),
     ],
 )
 def test_bad_names_are_refused_in_one_line(name, message):
     with pytest.raises(ValueError, match=message) as error:
-        parse(name, SYMBOLS, BOS, 0)
+        parse(name, BYTES, 0)
     assert "\n" not in str(error.value)
 
 
@@ -186,4 +188,4 @@ def test_what_cannot_hold_the_task_is_refused(task, length, symbols, message):
 
 def test_a_document_longer_than_its_row_is_refused():
     with pytest.raises(ValueError, match=r"at most data\.sequence_length = 64"):
-        parse("task:stack:length=65", SYMBOLS, BOS, 0).read_rows(np.array([0]), 64)
+        parse("task:stack:length=65", BYTES, 0).read_rows(np.array([0]), 64)

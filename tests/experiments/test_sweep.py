@@ -15,7 +15,7 @@ A, B = over("train.steps", [1, 2]), over("data.seed", [3, 4])
 
 
 def test_points_combine_as_their_words_say():
-    assert A == (Point("1", ("train.steps=1",)), Point("2", ("train.steps=2",)))
+    assert (Point("1", ("train.steps=1",)), Point("2", ("train.steps=2",))) == A
     assert [p.label for p in product(A, B)] == ["1, 3", "1, 4", "2, 3", "2, 4"]
     assert product(A, B)[1].assignments == ("train.steps=1", "data.seed=4")
     assert [p.label for p in zipped(A, B)] == ["1, 3", "2, 4"]

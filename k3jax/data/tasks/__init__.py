@@ -7,10 +7,11 @@ A task is a source of data like a text: `task:NAME`, with options behind colons,
 
 from k3jax.data.tasks.example import Example, Task
 from k3jax.data.tasks.long_context import Agent, Needle, Variables
-from k3jax.data.tasks.pool import TaskPool, parse
+from k3jax.data.tasks.pool import PREFIX, TaskPool, parse
 from k3jax.data.tasks.synthetic import Palindrome, Recall, Stack
 
 __all__ = [
+    "PREFIX",
     "Agent",
     "Example",
     "Needle",

@@ -11,6 +11,7 @@ import numpy as np
 from k3jax.data.tasks.example import Task
 from k3jax.data.tasks.long_context import Agent, Needle, Variables
 from k3jax.data.tasks.synthetic import Palindrome, Recall, Stack
+from k3jax.data.tokenizer import Tokenizer
 
 PREFIX = "task:"
 ROWS = 1 << 16  # rows of an epoch, which for a task is only a unit to count in
@@ -74,17 +75,18 @@ class TaskPool:
         return tokens, segment_ids, answers
 
 
-def parse(name: str, symbols: int, bos_id: int, seed: int) -> TaskPool:
+def parse(name: str, tokenizer: Tokenizer, seed: int) -> TaskPool:
     """The pool that `task:NAME:option=value...` names.
 
-    Options are the task's own, and `length` and `shortest` of `TaskPool`. Raises `ValueError` with
-    one line for what is unknown or no number.
+    Options are the task's own, `length` and `shortest` (the pool's `longest` and `shortest`), and
+    `symbols`: how many of the tokenizer's ids below bos and eos a document is made of, all by
+    default. Raises `ValueError` with one line for what is unknown or no number.
     """
     title, *options = name.removeprefix(PREFIX).split(":")
     if title not in TASKS:
         raise ValueError(f"data.sources = {name!r}: no such task, must be of {', '.join(TASKS)}")
     own = {field.name: field.default for field in dataclasses.fields(TASKS[title])}
-    known: dict[str, Any] = own | {"length": 0, "shortest": 0}
+    known: dict[str, Any] = own | {"length": 0, "shortest": 0, "symbols": 0}
     chosen = {}
     for option in options:
         key, equals, text = option.partition("=")
@@ -108,7 +110,15 @@ def parse(name: str, symbols: int, bos_id: int, seed: int) -> TaskPool:
         raise ValueError(
             f"data.sources = {name!r}: shortest = {shortest} must be at most length = {longest}"
         )
-    return TaskPool(TASKS[title](**chosen), symbols, bos_id, seed, longest, shortest)
+    plain = min(tokenizer.bos_id, tokenizer.eos_id)
+    symbols = chosen.pop("symbols", plain)
+    if symbols > plain:
+        raise ValueError(
+            f"data.sources = {name!r}: symbols = {symbols}: must be at most the {plain} ids of "
+            "data.tokenizer below bos and eos"
+        )
+    task = TASKS[title](**chosen)
+    return TaskPool(task, symbols, tokenizer.bos_id, seed, longest, shortest)
 
 
 def _mix(*parts: int) -> int:
