@@ -12,23 +12,17 @@ On many hosts every process runs the same command, with one `--workdir` that all
 
 from __future__ import annotations
 
-import logging as python_logging
-import os
-import sys
 from pathlib import Path
 
-import jax
-from absl import app, flags, logging
+from absl import flags
 
 from configs import CONFIGS
+from experiments.program import corpora, launch
 from k3jax.flags import define, resolve
 from k3jax.train.describe import describe
 from k3jax.train.hosts import join, leading
 from k3jax.train.loop import train
 
-CACHE = flags.DEFINE_string(
-    "cache_dir", "~/.cache/k3jax", "Where tokenised corpora and compiled programs are kept."
-)
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other processes of this job.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of the first process.")
 PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.")
@@ -45,10 +39,7 @@ def run() -> int:
         return 0
     if not flags.FLAGS.workdir:
         raise ValueError("--workdir: missing, must name the directory of the run")
-    cache = Path(CACHE.value).expanduser()
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
-    outcome = train(config, Path(flags.FLAGS.workdir), cache / "corpora")
+    outcome = train(config, Path(flags.FLAGS.workdir), corpora())
     if outcome.stopped_by is None:
         return 0
     saved = f"step {outcome.step} is saved" if outcome.step else "before the first step"
@@ -57,30 +48,6 @@ def run() -> int:
     return 128 + outcome.stopped_by
 
 
-def main(arguments: list[str]) -> int:
-    verbose = flags.FLAGS["verbosity"].present
-    if not verbose:  # libraries log at length the errors that are one line here
-        logging.set_verbosity(logging.FATAL)
-        logging.get_absl_handler().setFormatter(python_logging.Formatter("%(message)s"))
-    python_logging.getLogger("k3jax").setLevel(python_logging.INFO)
-    try:
-        if stray := arguments[1:]:
-            raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
-        return run()
-    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        alone = not jax.distributed.is_initialized()
-        if verbose or (alone and isinstance(error, jax.errors.JaxRuntimeError)):
-            raise
-        line = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            line = f"process {jax.process_index()}: stopped, {line.splitlines()[0]}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        if not alone:  # leaving in good order would mean to wait for the others
-            os._exit(2)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a sample may be any text, a terminal may be ASCII
     define(CONFIGS)
-    app.run(main)
+    launch(run)

@@ -36,12 +36,17 @@ def define(registry: Registry, values: flags.FlagValues = flags.FLAGS) -> None:
 
 def resolve(registry: Registry, values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:
     """The configuration that `--config` and `--set` describe."""
+    return override(registered(registry, values), values["set"].value or [])
+
+
+def registered(registry: Registry, values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:
+    """The configuration that `--config` names, without what `--set` changes."""
     name = values["config"].value
     if name is None:
         raise ValueError(f"--config: missing, must be one of {', '.join(sorted(registry))}")
     if name not in registry:
         raise ValueError(f"--config = {name!r}: {_hint(name, sorted(registry))}")
-    return override(registry[name](), values["set"].value or [])
+    return registry[name]()
 
 
 def override[C](config: C, assignments: Iterable[str]) -> C:

@@ -37,11 +37,13 @@ def baseline_bits_per_byte(
     Documents count by their tokens, whatever `config.weights`. Raises `ValueError` unless
     `data.tokenizer` is `bytes`.
     """
+    documents = load_corpus(config, cache_dir).train_documents
     if config.tokenizer != "bytes":
         raise ValueError(
             f"data.tokenizer = {config.tokenizer!r}: must be bytes for the two-byte baseline"
         )
-    documents = load_corpus(config, cache_dir).train_documents
+    if documents is None:
+        raise ValueError(f"data.sources = {config.sources}: no text for the two-byte baseline")
     return InterpolatedTrigram.fit(documents).bits_per_byte(batches)
 
 

@@ -88,6 +88,10 @@ class Stream:
             hashes=self.hashes[order],
         )
 
+    def epoch(self, seed: int) -> Stream:
+        """The same documents, shuffled."""
+        return self.ordered(np.random.default_rng(seed).permutation(len(self.ends)))
+
     def rows(self, length: int) -> int:
         """Rows of `length` predictions that hold the whole stream."""
         return -(-(len(self) - 1) // length)

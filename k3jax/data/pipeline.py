@@ -7,7 +7,8 @@ tokens are read from the memory map only for the rows that a process owns. So an
 from its number, and a restored iterator continues at once with the batch that would have come.
 
 Without `weights` the documents of all sources form one pool: each transition comes once per epoch.
-With weights each source is a pool, and every row is of one source.
+With weights each source is a pool, and every row is of one source. A task (`k3jax.data.tasks`) is a
+pool of its own.
 
 A stage of longer rows goes on in the stream where the one before it ended, in each pool: a stage is
 given its stretch of the stream as a whole, cut into its rows and shuffled within itself. So no
@@ -31,6 +32,7 @@ import numpy as np
 from k3jax.config import DataConfig
 from k3jax.data import corpus
 from k3jax.data.packing import Batch, Stream, shift
+from k3jax.data.tasks import PREFIX, TaskPool, parse
 from k3jax.data.tokenizer import Tokenizer, load_tokenizer
 from k3jax.data.tokens import TokenStore, token_store, validation_mask
 
@@ -39,19 +41,22 @@ _ENDLESS = 1 << 40  # rows; grain's own endless length overflows when it is batc
 _VALIDATION_SEED = 0  # not `data.seed`: runs that differ in it are held to the same rows
 
 
+type Pool = Stream | TaskPool
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """The tokenised sources of a `DataConfig`, split in two.
 
-    `train`, `validation`: a stream for each pool, not shuffled; `weights` of the pools;
-    `train_documents`: the training documents of all pools; `digest` changes with any content.
+    `train`, `validation`: the pools, not shuffled; `weights` of them; `train_documents`: the
+    training documents of all texts, None without any; `digest` changes with any content.
     """
 
     tokenizer: Tokenizer
-    train: tuple[Stream, ...]
-    validation: tuple[Stream, ...]
+    train: tuple[Pool, ...]
+    validation: tuple[Pool, ...]
     weights: tuple[float, ...]
-    train_documents: Stream
+    train_documents: Stream | None
     digest: str
 
 
@@ -177,7 +182,8 @@ def validation_batches(
     """
     source = load_corpus(config, cache_dir)
     length, size = config.sequence_length, config.batch_size
-    held = [(s, w) for s, w in zip(source.validation, source.weights, strict=True) if len(s)]
+    pairs = zip(source.validation, source.weights, strict=True)
+    held = [(pool, weight) for pool, weight in pairs if pool.rows(length) > 0]
     streams = tuple(stream for stream, _ in held)
     config = dataclasses.replace(config, seed=_VALIDATION_SEED)
     pools = [
@@ -202,13 +208,15 @@ def _load_corpus(
     cache_dir: Path,
 ) -> Corpus:
     tokenizer = load_tokenizer(tokenizer_name)
-    stores = [token_store(corpus.find(name), tokenizer, cache_dir, jsonl_field) for name in sources]
-    hashes = np.concatenate([store.hashes for store in stores])
-    held_out = np.split(
-        validation_mask(hashes, validation_fraction),
-        np.cumsum([len(store.hashes) for store in stores])[:-1],
-    )
-    for name, mask in zip(sources, held_out, strict=True):
+    texts = [name for name in sources if not name.startswith(PREFIX)]
+    if len(texts) < len(sources) > 1 and not weights:
+        raise ValueError(
+            f"data.weights = (): must have an entry for each of data.sources = {sources}, since "
+            "one of them is a task"
+        )
+    stores = [token_store(corpus.find(name), tokenizer, cache_dir, jsonl_field) for name in texts]
+    held_out = _held_out(stores, validation_fraction)
+    for name, mask in zip(texts, held_out, strict=True):
         if weights and mask.all():
             raise ValueError(
                 f"data.sources = {name!r}: all of its {len(mask)} documents are held out, it needs "
@@ -219,19 +227,34 @@ def _load_corpus(
     train = list(zip(stores, (~mask for mask in held_out), strict=True))
     validation = list(zip(stores, held_out, strict=True))
 
-    def pools(parts: list[tuple[TokenStore, np.ndarray]]) -> tuple[Stream, ...]:
+    def pools(side: str, parts: list[tuple[TokenStore, np.ndarray]]) -> tuple[Pool, ...]:
+        if texts and not weights:
+            return (Stream.of(parts, *frame),)
+        own = iter(parts)
         return tuple(
-            Stream.of(pool, *frame) for pool in ([[p] for p in parts] if weights else [parts])
+            parse(name, tokenizer, _seed(0, side, number))
+            if name.startswith(PREFIX)
+            else Stream.of([next(own)], *frame)
+            for number, name in enumerate(sources)
         )
 
+    content = [*(s.digest for s in stores), *(s for s in sources if s not in texts)]
     return Corpus(
         tokenizer=tokenizer,
-        train=pools(train),
-        validation=pools(validation),
+        train=pools("train", train),
+        validation=pools("validation", validation),
         weights=weights or (1.0,),
-        train_documents=Stream.of(train, *frame),
-        digest=hashlib.sha256(" ".join(s.digest for s in stores).encode()).hexdigest()[:16],
+        train_documents=Stream.of(train, *frame) if texts else None,
+        digest=hashlib.sha256(" ".join(content).encode()).hexdigest()[:16],
     )
+
+
+def _held_out(stores: list[TokenStore], fraction: float) -> list[np.ndarray]:
+    """Which documents of each store are held out, by the hashes of all of them."""
+    if not stores:
+        return []
+    mask = validation_mask(np.concatenate([store.hashes for store in stores]), fraction)
+    return np.split(mask, np.cumsum([len(store.hashes) for store in stores])[:-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,11 +264,11 @@ class _Place:
     epoch: int
     token: int
 
-    def left(self, stream: Stream, length: int) -> int:
+    def left(self, stream: Pool, length: int) -> int:
         """Rows of `length` predictions from here to the end of the epoch."""
         return -(-(len(stream) - 1 - self.token) // length)
 
-    def after(self, rows: int, stream: Stream, length: int) -> _Place:
+    def after(self, rows: int, stream: Pool, length: int) -> _Place:
         """The place `rows` rows later."""
         left, whole = self.left(stream, length), stream.rows(length)
         if rows < left:
@@ -255,7 +278,7 @@ class _Place:
 
 
 def _rows(
-    pool: int, stream: Stream, place: _Place, config: DataConfig, count: int | None, stage: int
+    pool: int, stream: Pool, place: _Place, config: DataConfig, count: int | None, stage: int
 ) -> list[grain.MapDataset]:
     """`count` rows of a pool, or endlessly many, from `place` on: `[pool, epoch, first token]`.
 
@@ -303,15 +326,14 @@ def _counts(weights: tuple[float, ...], rows: int) -> list[int]:
 
 
 def _batch_maker(
-    streams: tuple[Stream, ...], config: DataConfig, share: slice
+    streams: tuple[Pool, ...], config: DataConfig, share: slice
 ) -> Callable[[np.ndarray], Batch]:
     """Reads the rows `share` of a batch `[rows, 3]` of `_rows`; a negative place is padding."""
     length = config.sequence_length
 
     @functools.lru_cache(maxsize=2 * len(streams))  # rows of a batch may straddle two epochs
-    def stream_of(pool: int, epoch: int) -> Stream:
-        rng = np.random.default_rng(_seed(config.seed, "documents", pool, epoch))
-        return streams[pool].ordered(rng.permutation(len(streams[pool].ends)))
+    def stream_of(pool: int, epoch: int) -> Pool:
+        return streams[pool].epoch(_seed(config.seed, "documents", pool, epoch))
 
     def make(numbers: np.ndarray) -> Batch:
         mine = numbers[share]

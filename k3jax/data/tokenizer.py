@@ -5,6 +5,7 @@ Every document is framed by its `bos_id` before and its `eos_id` after it, which
 the same id. `data.tokenizer` is one of
 
 - `bytes`: 0 to 255 are UTF-8 bytes, 256 is bos and eos; the vocabulary is 257;
+- `symbols:N`: N symbols for generated tasks (`k3jax.data.tasks`), and N is bos and eos;
 - a Hugging Face `tokenizer.json`, or its folder: bos and eos are the `bos_token` and `eos_token` of
   the `tokenizer_config.json` beside it, one of them for both where only one is named; where none
   is, the id after the last;
@@ -34,6 +35,10 @@ SPLIT_PATTERN = (
 )
 
 
+SYMBOLS = "symbols:"
+MOST_SYMBOLS = 1 << 20
+
+
 class Tokenizer(Protocol):
     """What the pipeline needs to know of a tokenizer.
 
@@ -61,13 +66,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `name` of `DataConfig.tokenizer`; raises `ValueError` where there is none."""
     if name == "bytes":
         return ByteTokenizer()
+    if name.startswith(SYMBOLS):
+        return SymbolTokenizer(name)
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file() or path.suffix not in (".json", ".tiktoken"):
         raise ValueError(
-            f"data.tokenizer = {name!r}: must be bytes, or the path of a tokenizer.json, of its "
-            "folder or of a .tiktoken file"
+            f"data.tokenizer = {name!r}: must be bytes, symbols:N, or the path of a "
+            "tokenizer.json, of its folder or of a .tiktoken file"
         )
     return (TiktokenTokenizer if path.suffix == ".tiktoken" else HuggingFaceTokenizer)(path)
 
@@ -95,6 +102,27 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+
+class SymbolTokenizer:
+    """`symbols:N`: ids without text, of which tasks are made; each counts as one byte."""
+
+    def __init__(self, name: str) -> None:
+        digits = name.removeprefix(SYMBOLS)
+        if not digits.isdecimal() or not 1 <= int(digits) <= MOST_SYMBOLS:
+            raise ValueError(
+                f"data.tokenizer = {name!r}: must read symbols:N, with N from 1 to {MOST_SYMBOLS}"
+            )
+        self.fingerprint, count = name, int(digits)
+        self.vocab_size, self.bos_id, self.eos_id = count + 1, count, count
+        self.token_bytes = np.repeat(np.array([1, 0], np.int32), [count, 1])
+        self.dtype = np.min_scalar_type(count)
+
+    def encode(self, text: str) -> np.ndarray:
+        raise ValueError(f"data.tokenizer = {self.fingerprint!r}: knows no text, only tasks")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(i) for i in map(int, ids) if i < self.bos_id)
 
 
 class HuggingFaceTokenizer:

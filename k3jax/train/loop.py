@@ -20,6 +20,7 @@ from k3jax.config import ExperimentConfig, MoEConfig
 from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
 from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
+from k3jax.data.tasks import PREFIX
 from k3jax.data.tokenizer import check_vocab
 from k3jax.flags import to_json
 from k3jax.layers.balancing import update_balancing
@@ -290,7 +291,8 @@ def _report(
     last = config.data.schedule()[config.data.stage_of(config.train.steps)]
     held_out = validation_batches(config.data.during(last), cache_dir, config.train.eval_batches)
     baseline = None
-    if leading() and config.data.tokenizer == "bytes":
+    has_task = any(name.startswith(PREFIX) for name in config.data.sources)
+    if leading() and config.data.tokenizer == "bytes" and not has_task:
         baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
     if leading():

@@ -367,3 +367,44 @@ def test_the_loss_mask_of_a_jsonl_line_reaches_the_weights(tmp_path, cache):
     assert ord("q") not in {target for _, target in seen}
     assert sum(seen[pair] for pair in seen if pair[1] == 256) == len(masked)
     assert sum(seen[pair] for pair in seen if pair[1] == ord("a")) == masked.sum()
+
+
+def test_a_task_is_a_source(tmp_path):
+    config = DataConfig(sources=("task:palindrome",), sequence_length=33, batch_size=4)
+    cache = tmp_path / "cache"
+    first = make_train_iterator(config, cache)
+    batches = [next(first) for _ in range(3)]
+    position = first.get_state()
+    following = next(first)
+    for batch in (*batches, following):
+        assert batch["inputs"].shape == (4, 33) and (batch["inputs"][:, 0] == 256).all()
+        answers = batch["weights"].astype(bool)
+        assert (answers.sum(1) == 16).all()
+    assert len({batch["inputs"].tobytes() for batch in batches}) == 3
+    again = make_train_iterator(config, cache)
+    again.set_state(position)
+    assert np.array_equal(next(again)["inputs"], following["inputs"])
+    other = make_train_iterator(dataclasses.replace(config, seed=1), cache)
+    assert not np.array_equal(next(other)["inputs"], batches[0]["inputs"])
+    held = validation_batches(config, cache, 2)
+    rows = {row.tobytes() for batch in batches for row in batch["inputs"]}
+    assert len(held) == 2 and not rows & {row.tobytes() for b in held for row in b["inputs"]}
+    halves = [
+        next(make_train_iterator(config, cache, process_index=i, process_count=2)) for i in (0, 1)
+    ]
+    joined = np.concatenate([half["inputs"] for half in halves])
+    assert np.array_equal(joined, batches[0]["inputs"])
+
+
+def test_a_task_beside_text(folder, tmp_path):
+    config = DataConfig(
+        sources=(str(folder), "task:recall"), weights=(3.0, 1.0), sequence_length=33, batch_size=8
+    )
+    iterator = make_train_iterator(config, tmp_path / "cache")
+    rows = np.concatenate([next(iterator)["weights"] for _ in range(10)])
+    of_task = rows.sum(1) == 8  # text is learned everywhere but at a document's first token
+    assert of_task.sum() == 20
+    with pytest.raises(ValueError, match=r"data\.weights = \(\): must have an entry for each"):
+        load_corpus(dataclasses.replace(config, weights=()), tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"knows no text"):
+        load_corpus(dataclasses.replace(config, tokenizer="symbols:64"), tmp_path / "cache")

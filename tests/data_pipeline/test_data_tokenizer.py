@@ -34,7 +34,7 @@ def test_a_vocabulary_that_is_too_small_is_refused():
 
 @pytest.mark.parametrize("name", ["byte", "missing/tokenizer.json", "."])
 def test_an_unknown_tokenizer_is_one_clear_line(name):
-    with pytest.raises(ValueError, match="must be bytes, or the path of a tokenizer") as caught:
+    with pytest.raises(ValueError, match="must be bytes, symbols:N, or the path") as caught:
         load_tokenizer(name)
     assert repr(name) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -221,3 +221,18 @@ def test_the_real_tiktoken_package(tmp_path):
     assert found.decode(ids) == text and 257 in ids
     assert found.decode([258, 259, *ids, 261, 999]) == text  # a model may draw what is no token
     assert found.token_bytes[ids].sum() == len(text.encode())
+
+
+def test_symbols_are_ids_without_text():
+    symbols = load_tokenizer("symbols:1000")
+    assert (symbols.vocab_size, symbols.bos_id, symbols.eos_id) == (1001, 1000, 1000)
+    assert symbols.token_bytes.sum() == 1000 and symbols.token_bytes[1000] == 0
+    assert symbols.decode([3, 1000, 999]) == "3 999"
+    with pytest.raises(ValueError, match="knows no text"):
+        symbols.encode("text")
+
+
+@pytest.mark.parametrize("name", ["symbols:", "symbols:0", "symbols:-1", "symbols:x"])
+def test_symbols_need_a_count(name):
+    with pytest.raises(ValueError, match="must read symbols:N"):
+        load_tokenizer(name)

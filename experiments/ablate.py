@@ -1,0 +1,81 @@
+"""Run a study: every point of an axis with several seeds, ending in a table, plots and a verdict.
+
+    python -m experiments.ablate --study=kda_mla_ratio --config=mini --workdir=runs/ratio
+    python -m experiments.ablate --study=residual --config=nano --workdir=runs/residual \
+        --seeds=3 --set train.steps=100 --set train.sample_tokens=0
+
+Studies are the files of `experiments/studies`; `--dry_run` prints the runs and their sizes. The
+same command goes on where a study was stopped or killed, and skips what is finished. The folder
+then holds `report.md`, `results.csv`, `loss.png` and `axis.png`, beside a folder for each run. With
+`--devices=N` runs are spread over N local GPUs. Bad input ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from configs import CONFIGS
+from experiments.ablation.plan import Run, plan
+from experiments.ablation.report import report
+from experiments.ablation.runner import claim, make, results, spread
+from experiments.program import corpora, launch
+from experiments.studies import NAMES, load
+from k3jax.cost import parameter_counts
+from k3jax.flags import define, registered
+
+STUDY = flags.DEFINE_string("study", None, f"One of: {', '.join(NAMES)}.")
+SEEDS = flags.DEFINE_integer("seeds", 0, "Runs per point; 0: as many as the study says.")
+DEVICES = flags.DEFINE_integer("devices", 1, "Local GPUs to spread the runs over.")
+ONLY = flags.DEFINE_string("only", None, "Make just the run of this name, and no report.")
+
+
+def run() -> int:
+    name = STUDY.value
+    if name not in NAMES:
+        raise ValueError(f"--study = {name!r}: must be one of {', '.join(NAMES)}")
+    for flag in (SEEDS, DEVICES):
+        least = flag.default
+        if flag.value < least:
+            raise ValueError(f"--{flag.name} = {flag.value}: must be at least {max(least, 1)}")
+    study = load(name)
+    seeds = SEEDS.value or study.seeds
+    runs = plan(study, registered(CONFIGS), flags.FLAGS.set, seeds)
+    if flags.FLAGS.dry_run:
+        print("\n".join(_line(r) for r in runs))
+        return 0
+    if not flags.FLAGS.workdir:
+        raise ValueError("--workdir: missing, must name the directory of the study")
+    workdir = Path(flags.FLAGS.workdir)
+    chosen = [r for r in runs if ONLY.value in (None, r.name)]
+    if not chosen:
+        raise ValueError(f"--only = {ONLY.value!r}: must be one of {[r.name for r in runs]}")
+    claim(workdir, name, study, runs)
+    if DEVICES.value > 1 and ONLY.value is None:
+        command = ["-m", "experiments.ablate", *sys.argv[1:]]
+        if code := spread(chosen, workdir, command, DEVICES.value):
+            return code
+    else:
+        cache = corpora()
+        for one in chosen:
+            if (signal := make(one, workdir, cache)) is not None:
+                print(f"stopped by signal {signal} in {one.name}: the same command goes on")
+                return 128 + signal
+    if ONLY.value is None:
+        print(report(name, study, runs, results(runs, workdir), workdir))
+    return 0
+
+
+def _line(run: Run) -> str:
+    counts = parameter_counts(run.config.model)
+    return (
+        f"{run.name}: {counts.total:,} parameters, {counts.active:,} active, "
+        f"{run.config.train.steps:,} steps, {run.flops / 1e15:.3g} PFLOPs"
+    )
+
+
+if __name__ == "__main__":
+    define(CONFIGS)
+    launch(run)

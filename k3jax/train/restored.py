@@ -1,0 +1,82 @@
+"""A run's model as its newest intact checkpoint has it, to ask questions of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from k3jax.config import ExperimentConfig
+from k3jax.data.packing import Batch
+from k3jax.data.pipeline import load_corpus, make_train_iterator, validation_batches
+from k3jax.data.tokenizer import Tokenizer
+from k3jax.evals.tables import Scores
+from k3jax.flags import from_json, override
+from k3jax.layers.documents import documents_of
+from k3jax.model import token_scores
+from k3jax.sharding import BATCH, SEQUENCE, make_mesh
+from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.loop import decoder_blueprint
+from k3jax.train.workdir import FILE, occupy
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A trained model. `score` is as `k3jax.evals.suites` takes it."""
+
+    config: ExperimentConfig
+    step: int
+    tokenizer: Tokenizer
+    score: Callable[[Batch], Scores]
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """`[vocab]`: the bytes of text that each token stands for."""
+        return self.tokenizer.token_bytes
+
+    def held_out(self, cache_dir: Path) -> list[Batch]:
+        """The held-out rows that the run was measured on."""
+        return validation_batches(self.config.data, cache_dir, self.config.train.eval_batches)
+
+
+@contextlib.contextmanager
+def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator[Restored]:
+    """The model of the run in `workdir`, with `assignments` to settings that a run may change.
+
+    Holds the directory meanwhile. Raises `ValueError` with one line where there is no run, or no
+    intact checkpoint of it.
+    """
+    path = workdir / FILE
+    if not path.exists():
+        raise ValueError(f"--workdir = {workdir}: holds no run, {FILE} is not there")
+    config = override(from_json(ExperimentConfig, path.read_text()), assignments)
+    with occupy(workdir, config), jax.set_mesh(make_mesh(config.mesh)):
+        data = make_train_iterator(config.data, cache_dir)
+        plan = decoder_blueprint(config)
+        with Checkpoints(workdir / "checkpoints", config) as checkpoints:
+            state = checkpoints.restore(plan.abstract(), data)
+        if state is None:
+            raise ValueError(f"--workdir = {workdir}: holds no intact checkpoint yet")
+
+        @jax.jit
+        def scores(params, balancing, batch):
+            model = nnx.merge(plan.graphdef, params, balancing)
+            documents = documents_of(batch["segment_ids"])
+            hidden, _, _ = model.hidden(batch["inputs"], documents=documents)
+            return token_scores(model, hidden, batch["targets"])
+
+        def score(batch: Batch) -> Scores:
+            sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(BATCH, SEQUENCE))
+            placed = {name: jax.device_put(x, sharding) for name, x in batch.items()}
+            nll, correct = jax.device_get(scores(state.params, state.balancing, placed))
+            kept = {name: batch[name] for name in ("weights", "segment_ids", "targets")}
+            return Scores(nll=nll, correct=correct, **kept)
+
+        tokenizer = load_corpus(config.data, cache_dir).tokenizer
+        yield Restored(config, int(state.step), tokenizer, score)
