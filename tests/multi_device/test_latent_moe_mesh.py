@@ -3,6 +3,8 @@
 Run as a program, this file does the comparison: fake devices must be asked for before jax starts.
 """
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from flax import nnx
 
 from k3jax.config import MeshConfig, ModelConfig, MoEConfig
 from k3jax.layers.balancing import update_balancing
-from k3jax.layers.documents import documents_of
 from k3jax.layers.latent_moe import LatentMoE
 from k3jax.layers.stats import reduce_stats
 from k3jax.params import BalancingState, partition_specs
@@ -21,11 +22,12 @@ ROWS, TOKENS, D = 8, 6, 16
 MESHES = [
     (MeshConfig(data=2, fsdp=4), "histogram"),
     (MeshConfig(data=2, expert=2, tensor=2), "quantile"),
+    (MeshConfig(fsdp=2, expert=2, context=2), "histogram"),
 ]
 
 
 def moe_step(config, layout=None):
-    """Outputs, gradients and balancing state after one step of two micro-batches."""
+    """Outputs, gradients, balancing state and counts after one step of two micro-batches."""
     graphdef, state = nnx.split(LatentMoE(config, rngs=None))
     rng = np.random.default_rng(0)
 
@@ -42,15 +44,17 @@ def moe_step(config, layout=None):
 
     def loss(params, x, ids):
         layer = nnx.merge(graphdef, params, balancing)
-        y, _, stats = layer(x, documents=documents_of(ids))
+        y, _, stats = layer(x, documents=SimpleNamespace(real=ids > 0))
         return jnp.sum(jnp.square(y)), (y, stats)
 
     @jax.jit
     def step(parts):
         outs = [jax.grad(loss, argnums=(0, 1), has_aux=True)(params, *part) for part in parts]
         stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(stats for _, (_, stats) in outs))
-        new = update_balancing(balancing, reduce_stats(stats), config.moe)
-        return [(grads, y) for grads, (y, _) in outs], new
+        stats = reduce_stats(stats)
+        new = update_balancing(balancing, stats, config.moe)
+        counts = stats["router"]["load"], stats["router"]["tokens"], stats["dropped_routes"]
+        return [(grads, y) for grads, (y, _) in outs], new, counts
 
     parts = [
         (
