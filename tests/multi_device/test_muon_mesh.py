@@ -68,7 +68,7 @@ def run(mesh: MeshConfig, params: dict, grads: dict) -> tuple[list[np.ndarray], 
 
 def moved(program: str, operation: str) -> list[int]:
     """Elements of each result of `operation` in a compiled program."""
-    results = re.findall(rf"= (\(?[^=]*?) {operation}(?:-start)?\(", program)
+    results = re.findall(rf"= (.*?) {operation}(?:-start)?\(", program)
     sizes = [re.findall(r"f64\[([\d,]*)\]", result) for result in results]
     return [sum(int(np.prod([int(n) for n in s.split(",") if n])) for s in r) for r in sizes]
 

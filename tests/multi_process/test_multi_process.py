@@ -54,7 +54,7 @@ def test_two_processes_stop_together_and_one_goes_on(home):
     assert len(losses(home / "two")) == 30 and losses(home / "two")[-1] < losses(home / "two")[0]
 
 
-STAGED = ("train.steps=24", "data.stages=9:64x4", "train.sample_tokens=4")
+STAGED = ("train.steps=24", "data.stages=9:64x8", "train.sample_tokens=4")
 
 
 @pytest.fixture(scope="module")
