@@ -37,9 +37,9 @@ def kimi_k3() -> ExperimentConfig:
         ),
         remat="full",
     )
-    # Rows grow from 8K to 64K in pre-training (K3R §3), and to 256K and 1M in a cooldown that is not
-    # among these stages. Peak rate, batch and horizon of K3 are not published: placeholders, for
-    # cost studies; the later batch is that of Kimi K2, 67M tokens.
+    # Rows grow from 8K to 64K in pre-training (K3R §3), and in a cooldown, not among these stages,
+    # to 256K and 1M. Peak rate, batch and horizon of K3 are not published: placeholders, for cost
+    # studies; the later batch is that of Kimi K2, 67M tokens.
     return ExperimentConfig(
         name="kimi_k3",
         model=model,
