@@ -37,11 +37,18 @@ def kimi_k3() -> ExperimentConfig:
         ),
         remat="full",
     )
-    # Peak rate, batch and horizon of K3 are not published: these are placeholders for cost studies.
+    # Rows grow from 8K to 64K in pre-training (K3R §3), and in a cooldown, not among these stages,
+    # to 256K and 1M. Peak rate, batch and horizon of K3 are not published: placeholders, for cost
+    # studies; the later batch is that of Kimi K2, 67M tokens.
     return ExperimentConfig(
         name="kimi_k3",
         model=model,
-        data=DataConfig(sequence_length=8192, batch_size=1024, tokenizer="tokenizer.json"),
+        data=DataConfig(
+            sequence_length=8192,
+            batch_size=1024,
+            stages=("80000:65536x1024",),
+            tokenizer="tokenizer.json",
+        ),
         optimiser=OptimiserConfig("muon", learning_rate=2e-4, schedule="cosine"),
         train=TrainConfig(steps=100_000, checkpoint_every=500),
     )
@@ -86,6 +93,9 @@ def kimi_linear() -> ExperimentConfig:
         name="kimi_linear",
         model=model,
         data=DataConfig(sequence_length=4096, batch_size=8192, tokenizer="tokenizer.json"),
-        optimiser=OptimiserConfig("muon", learning_rate=1.1e-3, schedule="wsd"),
+        # MuonClip (KLR §5): whole matrices.
+        optimiser=OptimiserConfig(
+            "muon", learning_rate=1.1e-3, schedule="wsd", muon_per_head=False
+        ),
         train=TrainConfig(steps=41_700, checkpoint_every=500),
     )

@@ -49,6 +49,7 @@ def _main(run: Callable[[], int], arguments: list[str]) -> int:
         if isinstance(error, jax.errors.JaxRuntimeError):
             line = f"process {jax.process_index()}: stopped, {line.splitlines()[0]}"
         print(f"error: {line}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         if not alone:  # leaving in good order would mean to wait for the others
             os._exit(2)
         return 2

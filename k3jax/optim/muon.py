@@ -9,6 +9,7 @@ No matrix need be gathered for it. Blocks of heads split over tensor and experts
 are whole where they are. Where a mesh axis cuts the matrices, one of these takes their place:
 
 1. The matrices are dealt out over that axis (an all-to-all there and back) if their number divides.
+   Equal matrices of several parameters are dealt out together, so that it does, or nearly.
 2. Otherwise the cut moves to the longer side (an all-to-all there and back), or stays there. The
    iteration needs no more of X than the Gram matrix of its shorter side, summed over the devices:
    one all-reduce of shorter x shorter a step.
@@ -23,6 +24,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.params import ParamSpec
 from k3jax.sharding import spec_of, under_mesh
@@ -32,36 +34,101 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 _EPS = 1e-20  # of the norm: matrices without gradient stay zero
 
 
-def direction(momentum: jax.Array, spec: ParamSpec, per_head: bool) -> jax.Array:
-    """The update at rate 1 of a parameter of `spec`, `[..., in, out]`, in its dtype and layout.
+def directions(momenta: list[jax.Array], specs: list[ParamSpec], per_head: bool) -> list[jax.Array]:
+    """The updates at rate 1 of parameters `[..., in, out]`, in their dtypes and layouts.
 
     Each matrix has root mean square `MUON_RMS` if it has full rank: `0.2 sqrt(max(in, out)) O`, by
     the size of the block (Moonlight, arXiv 2502.16982, eq. 4). Products run at jax's default
     precision. Raises `ValueError` where heads do not divide over the mesh axes of the columns.
     """
-    heads = spec.heads if per_head else 1
+    heads = [spec.heads if per_head else 1 for spec in specs]
     if not under_mesh():
-        return _of_shard(momentum, heads, (), ())
-    layout = spec_of(momentum)
-    rows, columns = _split(layout[-2]), _split(layout[-1])
-    if heads > 1:
-        if heads % math.prod(map(_size, columns)):
-            raise ValueError(f"{spec.hf_name}: {heads} heads must divide over {', '.join(columns)}")
-        heads, columns = heads // math.prod(map(_size, columns)), ()
-    shard = functools.partial(_of_shard, heads=heads, rows=rows, columns=columns)
-    return jax.shard_map(shard, in_specs=layout, out_specs=layout, check_vma=False)(momentum)
+        return [
+            _of_shards(x, heads=(n,), cuts=((), ()))[0] for x, n in zip(momenta, heads, strict=True)
+        ]
+    found: list[jax.Array] = [*momenta]
+    for kind, members in _alike(momenta, specs, heads).items():
+        for batch in _batches(members, kind.devices):
+            layouts = tuple(spec_of(momenta[i]) for i in batch)
+            shards = functools.partial(
+                _of_shards, heads=tuple(members[i].heads for i in batch), cuts=kind.cuts
+            )
+            run = jax.shard_map(shards, in_specs=layouts, out_specs=layouts, check_vma=False)
+            for i, out in zip(batch, run(*(momenta[i] for i in batch)), strict=True):
+                found[i] = out
+    return found
 
 
-def _of_shard(
-    x: jax.Array, heads: int, rows: tuple[str, ...], columns: tuple[str, ...]
-) -> jax.Array:
-    """`direction` of this device's shard, whose matrices are cut over `rows` and `columns`."""
-    if not x.size:
-        return x
-    *lead, height, width = x.shape
-    blocks = x.reshape(-1, height, heads, width // heads).swapaxes(1, 2)
-    blocks = blocks.reshape(-1, height, width // heads)
-    cuts = rows, columns
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Matrices of one size and dtype, whose two sides are cut over the mesh axes `cuts`."""
+
+    shape: tuple[int, int]
+    dtype: jnp.dtype
+    cuts: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def devices(self) -> int:
+        """How many devices have parts of one matrix."""
+        return math.prod(map(_size, self.cuts[0] + self.cuts[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A parameter on one device: how many matrices, and heads among its columns."""
+
+    count: int
+    heads: int
+
+
+def _alike(
+    momenta: list[jax.Array], specs: list[ParamSpec], heads: list[int]
+) -> dict[_Kind, dict[int, _Member]]:
+    """The parameters of each kind, by their number."""
+    kinds: dict[_Kind, dict[int, _Member]] = {}
+    for i, (x, spec, n) in enumerate(zip(momenta, specs, heads, strict=True)):
+        layout = spec_of(x)
+        rows, columns = _split(layout[-2]), _split(layout[-1])
+        held = jax.typeof(x).sharding.shard_shape(x.shape)
+        if n > 1:
+            parts = math.prod(map(_size, columns))
+            if n % parts:
+                raise ValueError(f"{spec.hf_name}: {n} heads must divide over {', '.join(columns)}")
+            n_here, columns = n // parts, ()
+        else:
+            n_here = 1
+        kind = _Kind((x.shape[-2], x.shape[-1] // n), x.dtype, (rows, columns))
+        member = _Member(math.prod(held[:-2]) * n_here, n_here)
+        kinds.setdefault(kind, {})[i] = member
+    return kinds
+
+
+def _batches(members: dict[int, _Member], devices: int) -> list[list[int]]:
+    """Which parameters are dealt out together: alone where they divide, else about one a device."""
+    batches, open_batch, count = [], [], 0
+    for i, member in members.items():
+        if member.count % devices == 0:
+            batches.append([i])
+            continue
+        open_batch.append(i)
+        count += member.count
+        if count >= devices:
+            batches.append(open_batch)
+            open_batch, count = [], 0
+    return batches + ([open_batch] if open_batch else [])
+
+
+def _of_shards(
+    *xs: jax.Array, heads: tuple[int, ...], cuts: tuple[tuple[str, ...], tuple[str, ...]]
+) -> tuple[jax.Array, ...]:
+    """`directions` of this device's shards, whose equal matrices are cut over `cuts`."""
+    parts = [_blocks(x, n) for x, n in zip(xs, heads, strict=True)]
+    blocks = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    if not blocks.size:
+        return xs
+    count, devices = len(blocks), math.prod(map(_size, cuts[0] + cuts[1]))
+    if 2 * count >= devices:  # else most devices would idle
+        blocks = jnp.pad(blocks, ((0, -count % devices), (0, 0), (0, 0)))
     whole = [blocks.shape[1 + i] * math.prod(map(_size, cuts[i])) for i in (0, 1)]
     plan = _plan(blocks.shape, whole, cuts)
     for move in plan.moves:
@@ -69,8 +136,22 @@ def _of_shard(
     out = newton_schulz(blocks, plan.long, plan.summed) * (MUON_RMS * math.sqrt(max(whole)))
     for move in reversed(plan.moves):
         out = move.undo(out)
-    out = out.reshape(-1, heads, height, width // heads).swapaxes(1, 2)
-    return out.reshape(*lead, height, width)
+    ends = np.cumsum([len(part) for part in parts])
+    pieces = jnp.split(out[:count], ends[:-1])
+    return tuple(_joined(piece, x, n) for piece, x, n in zip(pieces, xs, heads, strict=True))
+
+
+def _blocks(x: jax.Array, heads: int) -> jax.Array:
+    """`[..., in, heads * D]` as `[N, in, D]`."""
+    *lead, height, width = x.shape
+    x = x.reshape(math.prod(lead), height, heads, width // heads).swapaxes(1, 2)
+    return x.reshape(-1, height, width // heads)
+
+
+def _joined(blocks: jax.Array, like: jax.Array, heads: int) -> jax.Array:
+    """The inverse of `_blocks`, in the shape of `like`."""
+    _, height, width = blocks.shape
+    return blocks.reshape(-1, heads, height, width).swapaxes(1, 2).reshape(like.shape)
 
 
 def newton_schulz(x: jax.Array, long: int, summed: tuple[str, ...] = ()) -> jax.Array:

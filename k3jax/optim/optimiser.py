@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from k3jax.config import OptimiserConfig, OptimiserRule
-from k3jax.optim.muon import direction
+from k3jax.optim.muon import directions
 from k3jax.optim.schedules import learning_rate
 from k3jax.params import ParamSpec, map_specs, spec_of_variable
 
@@ -32,22 +32,22 @@ def make_optimiser(
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
     def orthogonal(momentum: nnx.State, _: Any) -> nnx.State:
-        return jax.tree.map(
-            lambda v: v.replace(direction(v[...], spec_of_variable(v), config.muon_per_head)),
-            momentum,
-            is_leaf=_is_parameter,
+        leaves, tree = jax.tree.flatten(momentum, is_leaf=_is_parameter)
+        values = directions(
+            [v[...] for v in leaves], [spec_of_variable(v) for v in leaves], config.muon_per_head
         )
+        new = [v.replace(value) for v, value in zip(leaves, values, strict=True)]
+        return jax.tree.unflatten(tree, new)
 
-    directions = {
+    rules = {
         "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps),
         "muon": optax.chain(
             optax.trace(config.muon_momentum, nesterov=True), optax.stateless(orthogonal)
         ),
     }
-    rules = map_specs(lambda spec: rule_of(spec, config), params)
     return optax.chain(
         clip,
-        optax.partition(directions, rules),
+        optax.partition(rules, map_specs(lambda spec: rule_of(spec, config), params)),
         optax.add_decayed_weights(config.weight_decay, map_specs(lambda spec: spec.decay, params)),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
     )

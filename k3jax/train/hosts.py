@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ def join(
         raise ValueError("--coordinator, --processes, --process: give all three, or none of them")
     if processes is not None and process is not None and not 0 <= process < processes:
         raise ValueError(f"--process = {process}: must be in [0, {processes})")
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"--coordinator = {coordinator!r}: must read host:port")
     # jax would catch SIGTERM itself, for a service that is not used here.
     jax.config.update("jax_enable_preemption_service", False)
     try:

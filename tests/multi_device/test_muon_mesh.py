@@ -22,6 +22,7 @@ SPECS = {  # shape, logical axes, heads
     "experts": ((2, 4, 16, 24), ("layers", "experts", "latent", "mlp"), 1),
     "heads": ((3, 16, 24), ("layers", "embed", "heads"), 4),
     "tall": ((3, 24, 16), ("layers", "heads", "embed"), 1),
+    "tall_too": ((1, 2, 24, 16), ("layers", None, "heads", "embed"), 1),
     "wide": ((1, 16, 48), ("layers", "embed", "mlp"), 1),
     "square": ((16, 16), ("embed", None), 1),
     "odd": ((1, 24, 10), ("layers", "mlp", None), 1),
@@ -67,7 +68,7 @@ def run(mesh: MeshConfig, params: dict, grads: dict) -> tuple[list[np.ndarray], 
 
 def moved(program: str, operation: str) -> list[int]:
     """Elements of each result of `operation` in a compiled program."""
-    results = re.findall(rf"= (\(?[^=]*?) {operation}(?:-start)?\(", program)
+    results = re.findall(rf"= (.*?) {operation}(?:-start)?\(", program)
     sizes = [re.findall(r"f64\[([\d,]*)\]", result) for result in results]
     return [sum(int(np.prod([int(n) for n in s.split(",") if n])) for s in r) for r in sizes]
 
@@ -88,7 +89,8 @@ def main():
             assert error < 1e-10, (mesh, name, error)
         stuck = [16 * 18] if mesh.fsdp > 2 else []
         assert moved(program, "all-gather") == stuck, mesh
-        assert "all-to-all" in program and max(moved(program, "all-reduce")) <= 3 * 16 * 16, mesh
+        # Gram matrices of single matrices; the tall ones are dealt out, five over eight devices.
+        assert "all-to-all" in program and max(moved(program, "all-reduce")) <= 16 * 16, mesh
     print(len(jax.devices()), "devices agree")
 
 

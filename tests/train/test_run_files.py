@@ -9,6 +9,7 @@ import pytest
 
 from k3jax.config import DataConfig, ExperimentConfig, ModelConfig, TrainConfig
 from k3jax.flags import from_json
+from k3jax.train.hosts import join
 from k3jax.train.metrics import MetricsLog, read_metrics
 from k3jax.train.report import plot
 from k3jax.train.signals import StopSignal
@@ -113,3 +114,17 @@ def _signals_are_noted():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (("a:1", 2, None), "give all three, or none"),
+        ((None, None, 0), "give all three, or none"),
+        (("a:1", 2, 2), r"--process = 2: must be in \[0, 2\)"),
+        (("a", 2, 1), "--coordinator = 'a': must read host:port"),
+    ],
+)
+def test_a_place_among_processes_is_whole(place, words):
+    with pytest.raises(ValueError, match=words):
+        join(*place)
