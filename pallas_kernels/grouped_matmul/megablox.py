@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from .. import dispatch
+from ..checks import fail
 from .blocked import run as _blocked
 from .gradients import differentiable
 from .spec import Inputs, Spec
@@ -34,6 +35,8 @@ def run(spec: Spec, inputs: Inputs) -> jax.Array:
     if 0 in (spec.rows, spec.inner, spec.outer):
         return _blocked(spec, inputs)  # nothing is multiplied
     rows, weights, sizes = inputs
+    if axes := jax.typeof(rows).manual_axis_type.varying:
+        fail("rows", f"vary over {sorted(axes)}, and megablox needs a shard_map of check_vma=False")
     height = row_tile(spec.rows, spec.groups)
     held = -(-spec.rows // height) * height
     if held != spec.rows:

@@ -75,8 +75,8 @@ def kernel(tile: Tile, fetch, multiply, count, *, scratch, out_type, name: str):
       scratch: buffers of the ring, one slot a stage, and whatever `prepare` needs.
     """
 
-    def body(*refs):
-        *refs, (panels_s, boxes_s), drawn_s, full, empty, told, heard, done = refs
+    def body(*given):
+        *refs, (panels_s, boxes_s), drawn_s, full, empty, told, heard, done = given
         group = lax.axis_index("group")
         program = lax.axis_index("program")
         counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
