@@ -24,7 +24,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu
-from pallas_kernels.kda.mosaic_gpu import blocks, exchange, gradients, prepare, reverse, scan, tiles
+from pallas_kernels.kda.mosaic_gpu import (
+    blocks,
+    exchange,
+    gradients,
+    pieces,
+    prepare,
+    reverse,
+    scan,
+    tiles,
+)
 
 here = threading.local()
 
@@ -379,7 +388,7 @@ def interpreted():
         for words, module in ((BLOCKS, blocks), (EXCHANGE, exchange), (TILES, tiles)):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        for module in (prepare, scan, reverse, gradients):
+        for module in (prepare, scan, pieces, reverse, gradients):
             for name in ("load", "cols", "rows", "read"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])

@@ -73,6 +73,8 @@ def programs():
         "bounded": call(),
         "exact": call(**soft),
         "far bound": call(lower_bound=-40.0),
+        "cut": call(T=8300, H=8, HV=8),
+        "cut, packed": call(T=8300, packed=True, documents=9, states=False),
         "ragged": call(T=100, states=False),
         "short": call(T=5, K=20, V=12, H=1),
         "width 64": call(K=64, V=64, **soft),

@@ -5,6 +5,8 @@
     reverse    the gradient of the state back through them
     gradients  every chunk on its own: the gradients of the inputs
 
+Long rows of few heads are cut for `scan` and `reverse` (`pieces`), at the cost of a kernel each.
+
 Saved between the passes are the inputs, the state before every chunk and U, both in bfloat16; the
 operands of the scan are prepared again. See NOTES.md for what was measured.
 """
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import documents, gates
 from ..spec import Inputs, Spec, initial_states, without_tokens
-from . import gradients, prepare, regions, reverse, scan
+from . import gradients, pieces, prepare, regions, reverse, scan
 from .prepare import Chunks
 from .rows import by_rows
 from .tiles import CHUNK
@@ -95,7 +97,9 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     if x.segment_ids is None:
         tables = regions.empty(c)
     else:
-        tables = regions.tabulate(x.segment_ids, c.regions, c.chunks)
+        tables = regions.tabulate(x.segment_ids, c.regions // c.pieces, c.chunks)
+    if c.pieces > 1:
+        tables = regions.cut(c, tables)
     arrays = (q, k, v, gate, beta, a, bias)
     o, final = _kda(c, spec.return_final_state, arrays, initial, tables)
     o = o[:, : spec.tokens, :, : spec.value_width]
@@ -112,12 +116,17 @@ def describe(spec: Spec) -> Chunks:
     # One width for keys and values: the warpgroups of `gradients` take 64 channels of both.
     width = WIDTHS[0] if max(spec.key_width, spec.value_width) <= WIDTHS[0] else WIDTHS[1]
     count = spec.max_documents + 1 if spec.packed and spec.states_asked else 1
-    chunks = regions.chunk_count(spec.tokens, count) if spec.packed else -(-spec.tokens // CHUNK)
+    whole = -(-spec.tokens // CHUNK)
+    chunks = regions.chunk_count(spec.tokens, count) if spec.packed else whole
+    cut = 1
+    if count == 1:
+        cut = pieces.count(spec.batch * spec.value_heads, whole, width)
     return Chunks(
         batch=spec.batch,
         tokens=spec.tokens,
         held=max(spec.tokens, CHUNK),
-        regions=count,
+        regions=count * cut,
+        pieces=cut,
         chunks=chunks,
         heads=spec.heads,
         value_heads=spec.value_heads,
@@ -146,14 +155,22 @@ def _arguments(arrays, initial, tables, *others):
 
 @by_rows
 def _forward_kernels(c, options, shared, rows):
-    """o, final states and, saving, the states before every chunk and U."""
+    """o, final states and, saving, the states before every chunk, U and the maps of pieces."""
     return_final, save = options
     _, initial, tables = rows
     prepared = prepare.kernel(c, with_inverse=False)(*_operands(c, shared, rows))
+    maps = None
+    if c.pieces > 1:
+        w, kr, _, u0, _, decay = prepared
+        initial, maps = pieces.states_before(c, (w, kr, u0, decay), initial, tables.spans)
     has_initial = initial is not None
     if not has_initial:
         initial = jnp.zeros((c.batch, 1, 1, 8, 8), jnp.float32)
-    return scan.kernel(c, has_initial, return_final, save)(*prepared, initial, tables.spans)
+    out = scan.kernel(c, has_initial, return_final, save)(*prepared, initial, tables.spans)
+    o, final, *saved = out
+    if c.pieces > 1:
+        final = final[:, -1:]
+    return o, final, (*saved, maps) if save else ()
 
 
 def _operands(c, shared, rows):
@@ -164,13 +181,13 @@ def _operands(c, shared, rows):
 
 def _forward(c, return_final, arrays, initial, tables):
     arguments = _arguments(arrays, initial, tables)
-    o, final, states, u = _forward_kernels(c, (return_final, True), *arguments)
-    return (o, final), (arrays, initial, tables, states, u)
+    o, final, saved = _forward_kernels(c, (return_final, True), *arguments)
+    return (o, final), (arrays, initial, tables, saved)
 
 
 def _backward(c, return_final, saved, cotangents):
-    arrays, initial, tables, states, u = saved
-    arguments = _arguments(arrays, initial, tables, states, u, *cotangents)
+    arrays, initial, tables, kept = saved
+    arguments = _arguments(arrays, initial, tables, kept, *cotangents)
     *dtokens, dinitial, sums = _backward_kernels(c, (return_final,), *arguments)
     sums = sums.reshape(-1, c.value_heads, *sums.shape[1:])
     da, dbias = sums[..., 1, :].sum(axis=(0, 2, 3)), sums[..., 0, :].sum(axis=(0, 2))
@@ -182,15 +199,21 @@ def _backward_kernels(c, options, shared, rows):
     """The gradients of q, k, v, the gate, beta and the initial states, and every chunk's share of
     those of the gate's parameters, `[B HV, NC, 2, K]`."""
     (return_final,) = options
-    _, initial, tables, states, u, do, dfinal = rows
+    _, initial, tables, (states, u, maps), do, dfinal = rows
     if c.packed:
         real = jnp.take_along_axis(tables.labels > 0, tables.places, axis=1)
         do = documents.mask(jnp.pad(real, ((0, 0), (0, c.held - c.tokens))), do)
     operands = _operands(c, shared, rows)
     prepared = prepare.kernel(c, with_inverse=True)(*operands)
     w, kr, qd, _, p, decay, inverse = prepared
-    back = reverse.kernel(c, return_final, initial is not None)
-    du, dstates, dinitial = back(w, kr, qd, p, decay, do, dfinal, tables.spans)
+    operands_back = (w, kr, qd, p, decay, do)
+    if c.pieces > 1:
+        dfinal = dfinal if return_final else None
+        dfinal = pieces.gradients_after(c, operands_back, maps, dfinal, tables.spans)
+    back = reverse.kernel(c, return_final or c.pieces > 1, initial is not None)
+    du, dstates, dinitial = back(*operands_back, dfinal, tables.spans)
+    if c.pieces > 1:
+        dinitial = dinitial[:, :1]
     q, k, _, gate, beta, a, bias, table, labels = operands
     labels = jax.lax.bitcast_convert_type(labels, jnp.float32)
     dq, dk, dv, dgate, dbeta, sums = gradients.kernel(c)(

@@ -436,7 +436,7 @@ def kernel(c: Chunks):
             if live is not None:
                 dbeta = jnp.where(live, dbeta, 0.0)
             dbeta_r[place.out, block] = dbeta
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def column_total(table):
             total = load(table.at[1], COL)

@@ -46,13 +46,15 @@ class Chunks:
 
     tokens: T, of `held` in the arrays; chunks: NC of every row. `packed`: chunks start where the
     tables say, and tokens carry labels; else chunk n starts at 64 n and only the last may be
-    ragged. regions: R, stretches of a row that the scan takes on their own.
+    ragged. regions: R, stretches of a row that the scan takes on their own: what state slots own,
+    or the P `pieces` of a row that is cut (else 1).
     """
 
     batch: int
     tokens: int
     held: int
     regions: int
+    pieces: int
     chunks: int
     heads: int
     value_heads: int
@@ -361,7 +363,7 @@ def kernel(c: Chunks, with_inverse: bool):
 
             u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def norms(q_s, k_s, live):
             """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
