@@ -29,7 +29,7 @@ def call(
         "q": shape((B, T, H, K), bf16),
         "k": shape((B, T, H, K), bf16),
         "v": shape((B, T, HV, V), bf16),
-        "gate": shape((B, T, HV, width), bf16) if width else None,
+        "gate": shape((B, T, HV, width), bf16),
         "beta": shape((B, T, HV), bf16),
         "a_log": shape((HV,), f32) if parameters else None,
         "dt_bias": shape((HV, width), f32) if parameters else None,
@@ -82,7 +82,7 @@ def programs():
         "packed, exact": call(T=300, packed=True, documents=3, **ready),
         "packed, no states": call(T=300, packed=True, documents=9, states=False),
         "gdn": call(gate_width=1, **soft),
-        "deltanet": call(gate_width=0, parameters=False, beta_form="value", qk_l2norm=False),
+        "no norm": call(**ready, beta_form="value", qk_l2norm=False),
         "grouped": call(HV=8),
         "mapped": mapped(),
     }

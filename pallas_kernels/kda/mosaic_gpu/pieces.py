@@ -31,8 +31,8 @@ def count(rows: int, chunks: int, width: int) -> int:
     pass of their maps; 1 where that does not pay."""
     parts = 2 * (width // ROWS)  # of N and M
     pieces = min(1 + PROGRAMS // (rows * parts), MOST)
-    if pieces < 2:
-        return 1
+    if pieces < 3:
+        return 1  # two passes over halves take as long as one over the whole
     most = -(-chunks // pieces)
     # A step of `chain` takes about .6 of one with outputs.
     spared = chunks - 1.6 * most
