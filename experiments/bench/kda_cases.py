@@ -1,4 +1,4 @@
-"""The calls of KDA that are measured: this project's and tokamax's, from raw inputs to output.
+"""The calls of KDA that are measured, ours and those of peers, from raw inputs to output.
 
 Callers hold `[B, T, H*D]`, what a projection writes, and reshape inside the jitted program, so a
 transpose that an implementation needs is part of its cost. tokamax is given its own layout,
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda import Spec, check, kda
+from pallas_kernels.kda import Spec, check, gates, kda
 
 WIDTH = 128  # K and V
 LOWER_BOUND = -5.0
@@ -23,7 +23,8 @@ LOWER_BOUND = -5.0
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One call: `documents` of a packed row, or 0; `states`: each document has an initial and a
-    final one; `gradients`: the forward pass and its VJP."""
+    final one; `gradients`: the forward pass and its VJP; `final`: each document has a final state;
+    `lengths`: those of the documents, drawn where it is empty."""
 
     batch: int
     tokens: int
@@ -32,6 +33,8 @@ class Call:
     documents: int
     states: bool
     gradients: bool
+    final: bool = False
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.batch, self.tokens, self.heads) < 1:
@@ -41,6 +44,11 @@ class Call:
         if not 0 <= self.documents <= self.tokens:
             raise ValueError(
                 f"--documents = {self.documents}: not in 0 (no packing) .. T = {self.tokens}"
+            )
+        given = len(self.lengths), sum(self.lengths)
+        if self.lengths and given != (self.documents, self.tokens):
+            raise ValueError(
+                f"lengths = {self.lengths}: must be {self.documents} that sum to {self.tokens}"
             )
 
     @property
@@ -53,9 +61,13 @@ class Call:
 
 
 def segment_ids(call: Call) -> np.ndarray | None:
-    """Ids `[B, T]` of documents of random lengths, the same in every run; None without packing."""
+    """Ids `[B, T]` of the documents; lengths that are not given are random, the same in every run.
+    None without packing."""
     if not call.documents:
         return None
+    if call.lengths:
+        ids = np.repeat(np.arange(1, call.documents + 1, dtype=np.int32), call.lengths)
+        return np.broadcast_to(ids, (call.batch, call.tokens))
     ids = np.zeros((call.batch, call.tokens), np.int32)
     for row in range(call.batch):
         cuts = np.random.default_rng(row).choice(call.tokens - 1, call.documents - 1, replace=False)
@@ -125,6 +137,33 @@ def tokamax(**settings: Any) -> tuple[Callable, tuple]:
     return _program(call, forward, floats)
 
 
+def jla(**settings: Any) -> tuple[Callable, tuple]:
+    """jax-linear-attention's Hopper kernels (version 0.1.0). They take activated gates in float32;
+    packed rows have neither initial nor final states."""
+    from jla.ops.mosaic_gpu.kda import kda as run
+
+    call = Call(**settings)
+    if call.states and call.documents:
+        raise NotImplementedError("no states of packed documents")
+
+    def forward(floats: dict[str, jax.Array], ids: jax.Array | None) -> tuple:
+        x = _arguments(floats, ids, call)
+        g = x["gate"].astype(jnp.float32)
+        g = gates.log_decay(g, x["a_log"], x["dt_bias"], call.gate_form, LOWER_BOUND)
+        o, final = run(
+            *(x[name] for name in ("q", "k", "v")),
+            g,
+            gates.write_strength(x["beta"].astype(jnp.float32), "logit"),
+            use_qk_l2norm=True,
+            segment_ids=ids,
+            initial_state=x["initial_state"][:, 0] if call.states else None,
+            output_final_state=(call.states or call.final) and not call.documents,
+        )
+        return o.reshape(call.batch, call.tokens, -1), None if final is None else final[:, None]
+
+    return _program(call, forward, _floats(call))
+
+
 def _program(call: Call, forward: Callable, floats: dict[str, Any]) -> tuple[Callable, tuple]:
     """The function to compile and its arguments; with gradients the last are the cotangents."""
     ids = segment_ids(call)
@@ -166,7 +205,7 @@ def _arguments(floats: dict[str, jax.Array], ids: jax.Array | None, call: Call) 
         "scale": None,
         "segment_ids": ids,
         "max_documents": call.documents or 1,
-        "return_final_state": call.states,
+        "return_final_state": call.states or call.final,
     }
 
 

@@ -26,8 +26,7 @@ __all__ = ["Inputs", "Spec", "check", "kda", "kda_step", "linear_attention"]
 _EVERYWHERE = ("cpu", "gpu", "tpu")
 _ROWS = (
     ("mosaic_tpu", ("tpu",)),
-    # Faster than triton on Hopper, but its last version has not run on a card: by name only.
-    ("mosaic_gpu", ()),
+    ("mosaic_gpu", ("gpu",)),  # on Hopper, in bfloat16
     ("triton", ("gpu",)),
     ("chunked", _EVERYWHERE),
     ("recurrent", _EVERYWHERE),

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kda import kda, mosaic_gpu
+from pallas_kernels.kda import kda
+from pallas_kernels.kda.mosaic_gpu import pieces
+from pallas_kernels.kda.tolerances import relative_rms
 from tests.pallas_kernels.kda_suite import (
+    FLOATS,
     TOKENS,
     Case,
     KdaSuite,
@@ -19,30 +22,55 @@ from tests.pallas_kernels.kda_suite import (
 )
 from tests.pallas_kernels.test_kda_mosaic_gpu_algebra import luck
 
-GPU = jax.default_backend() == "gpu"
-HOPPER = GPU and any(name in jax.devices()[0].device_kind for name in mosaic_gpu.HOPPER)
-pytestmark = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
 
-# bfloat16 operands are not enough where errors add up without decay: one key for all tokens, or
-# negative eigenvalues. NOTES.md has the measured errors, up to three times the table.
-BEYOND = {("half", "collinear"), ("deltanet", "normal")}
+@pytest.fixture(autouse=True)
+def hopper():
+    # Not asked at import: that would start a backend in every process that collects tests.
+    device = jax.devices()[0]
+    if getattr(device, "compute_capability", None) != "9.0":
+        pytest.skip("no Hopper GPU")
+
+
+LONG = (
+    Case("in pieces", T=6400, HV=2, H=1, K=128, V=128, dtypes=("bfloat16",)),
+    Case(
+        "in pieces, packed", T=6390, H=1, HV=1, K=64, V=64, gate_form="softplus", states=False,
+        lengths=((0, 20), (1, 2300), (2, 1), (0, 70), (3, 2900), (7, 1000)), documents=9,
+    ),
+)  # fmt: skip
 
 
 class TestMosaicGpu(KdaSuite):
     implementation = "mosaic_gpu"
+    # One key for all tokens: errors of bfloat16 operands add up where nothing decays. NOTES.md has
+    # the measured ones.
+    slack_of_half = 5.0
 
     def held_to_oracle(self, case: Case, dtype: str, data: str) -> None:
         x, options = draw(case, data), case.arguments()
         skip_if_refused(x, self.implementation, dtype, **options)
-        if (case.name, data) in BEYOND:
-            pytest.xfail("errors of bfloat16 operands add up without decay")
         actual = evaluate(x, self.implementation, dtype, **options)
         expected = oracle(x, dtype, **options)
-        compare(actual, expected, dtype, tuple(set(expected) - luck(case)))
+        slack = self.slack_of_half if data == "collinear" else 1.0
+        compare(actual, expected, dtype, tuple(set(expected) - luck(case)), slack)
         if "segment_ids" in x:
             padding = x["segment_ids"] == 0
             for name in ("o", *("d" + n for n in TOKENS if n in x)):
                 assert not actual[name][padding].any(), f"{name} is not zero at padding"
+
+    @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+    def test_long_rows_of_few_heads(self, case: Case) -> None:
+        assert pieces.count(case.B * case.HV, -(-case.T // 64), case.V) > 2
+        self.held_to_oracle(case, "bfloat16", "normal")
+
+
+def test_is_what_a_call_gets():
+    x = {n: jnp.asarray(y) for n, y in rounded(draw(WIDE), "bfloat16").items() if n in FLOATS}
+
+    def o(implementation):
+        return kda(**x, gate_form="bounded", beta_form="logit", implementation=implementation)[0]
+
+    np.testing.assert_array_equal(o(None), o("mosaic_gpu"))
 
 
 WIDE = Case("wide", T=300, B=2, H=2, HV=4, K=128, V=128, dtypes=("bfloat16",))
@@ -85,4 +113,6 @@ def test_maps_over_rows_and_parameters():
     for i in range(2):
         alone = jax.grad(loss)(jax.tree.map(lambda y, i=i: y[i], pair))
         for name in names:
-            np.testing.assert_array_equal(together[name][i], alone[name], err_msg=name)
+            # The sums over a row's chunks are XLA's, in an order that depends on the shape.
+            close = 1e-6 if name in ("a_log", "dt_bias") else 0.0
+            assert relative_rms(together[name][i], alone[name]) <= close, name

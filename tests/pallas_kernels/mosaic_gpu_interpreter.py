@@ -24,7 +24,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu
-from pallas_kernels.kda.mosaic_gpu import blocks, exchange, gradients, prepare, reverse, scan, tiles
+from pallas_kernels.kda.mosaic_gpu import (
+    blocks,
+    exchange,
+    gradients,
+    pieces,
+    prepare,
+    reverse,
+    scan,
+    tiles,
+)
 
 here = threading.local()
 
@@ -335,6 +344,7 @@ TILES = {
     "product": lambda shape, *pairs: sum(_array(a) @ _array(b) for a, b in pairs),
     "exp2": lambda x, layout=None: jnp.exp2(x),
     "exp2_anew": lambda x, sign, shift, table: jnp.exp2(sign * x + shift + table[0][0]),
+    "fma": lambda x, y, z: x * y + z,
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,
@@ -379,8 +389,8 @@ def interpreted():
         for words, module in ((BLOCKS, blocks), (EXCHANGE, exchange), (TILES, tiles)):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        for module in (prepare, scan, reverse, gradients):
-            for name in ("load", "cols", "rows", "read"):
+        for module in (prepare, scan, pieces, reverse, gradients):
+            for name in ("load", "cols", "rows", "read", "fma"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])
             patch.setattr(module, "plgpu", _Words(plgpu, PLGPU))

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import check, mosaic_gpu
-from pallas_kernels.kda.mosaic_gpu import regions
+from pallas_kernels.kda.mosaic_gpu import pieces, regions
 from pallas_kernels.kda.mosaic_gpu.rows import by_rows
 from tests.pallas_kernels import aot_gpu
 from tests.pallas_kernels.kda_suite import rng, segment_ids
@@ -78,14 +78,43 @@ def test_places_and_back(packed):
     np.testing.assert_array_equal(regions.by_token(c, tables, placed), x)
 
 
+class Device:
+    """What `refuses` asks of a device."""
+
+    def __init__(self, kind, capability=None):
+        self.device_kind = kind
+        if capability:
+            self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"),
+    [
+        (Device("NVIDIA H200"), True),  # ahead of time only the kind is known
+        (Device("NVIDIA H200", "9.0"), True),
+        (Device("NVIDIA GH200 480GB", "9.0"), True),
+        (Device("NVIDIA A100-SXM4-80GB"), False),
+        (Device("NVIDIA A100-SXM4-80GB", "8.0"), False),
+        (Device("NVIDIA B200", "10.0"), False),
+        (Device("AMD Instinct MI300X", "gfx942"), False),
+        (Device("cpu"), False),
+    ],
+)
+def test_hopper_takes_it_and_others_get_triton(device, taken, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(dispatch, "current_platform", lambda: "gpu")
+    reason = mosaic_gpu.refuses(spec_of(), "gpu")
+    assert reason is None if taken else device.device_kind in reason
+    assert (dispatch.choose("kda", spec_of(), None) is mosaic_gpu) == taken
+
+
 def test_refusals_name_the_argument(monkeypatch):
     assert "platform is cpu" in mosaic_gpu.refuses(spec_of(), "cpu")
-    assert "device is" in mosaic_gpu.refuses(spec_of(), "gpu")
-    monkeypatch.setattr(mosaic_gpu, "_device_kind", lambda: "NVIDIA H200")
-    assert mosaic_gpu.refuses(spec_of(), "gpu") is None
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("NVIDIA H200", "9.0")])
     for change, words in (
         ({"q_dtype": "float32"}, "q is float32"),
         ({"gate_dtype": "float16"}, "gate is float16"),
+        ({"gate_width": 0}, "gate is None"),
         ({"key_width": 256}, "K = 256"),
         ({"value_width": 129}, "V = 129"),
         ({"dtype": "float64"}, "float64"),
@@ -93,10 +122,26 @@ def test_refusals_name_the_argument(monkeypatch):
         assert words in mosaic_gpu.refuses(spec_of(**change), "gpu")
 
 
-def test_dispatch_prefers_it_on_a_gpu_and_never_on_a_cpu():
-    names = dispatch.names("kda")
-    assert names.index("mosaic_gpu") < names.index("chunked")
-    assert dispatch.choose("kda", spec_of(), None) is not mosaic_gpu
+@pytest.mark.parametrize(
+    ("rows", "chunks", "width", "expected"),
+    [
+        (8, 128, 128, 5),  # 8192 tokens of 8 heads
+        (8, 127, 128, 5),
+        (4, 1024, 128, 9),
+        (1, 1024, 64, 16),
+        (16, 1024, 128, 3),
+        (32, 1024, 128, 1),
+        (96, 128, 128, 1),  # as many rows as fill the card
+        (8, 64, 128, 1),  # short ones
+        (8, 1, 128, 1),
+    ],
+)
+def test_pieces_follow_from_shapes(rows, chunks, width, expected):
+    count = pieces.count(rows, chunks, width)
+    assert count == expected
+    most = -(-chunks // count)
+    assert most * (count - 1) < chunks <= most * count
+    assert 2 * rows * (width // 64) * (count - 1) <= pieces.PROGRAMS
 
 
 def test_rows_are_folded_under_vmap():
@@ -136,8 +181,8 @@ SPILLS = {"kda_gradients_bounded": 448, "kda_gradients_exact": 448}
 @pytest.mark.parametrize("name", programs())
 def test_machine_code(compiled, name):
     kernels = compiled[name]
-    forward = "forward" in name
-    assert len(kernels) == (2 if forward else 5), kernels
+    count = 2 if "forward" in name else 6 if "cut" in name else 4
+    assert len(kernels) == count, kernels
     for report in kernels:
         assert not report["serialised"], report
         assert report["registers"], report

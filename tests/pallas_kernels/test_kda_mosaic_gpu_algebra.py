@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kda import check, mosaic_gpu
+from pallas_kernels.kda.mosaic_gpu import pieces
 from tests.pallas_kernels.kda_suite import FLOATS, Case, compare, draw, oracle, rounded
 from tests.pallas_kernels.mosaic_gpu_interpreter import interpreted
 
@@ -82,6 +83,23 @@ def _rows(cases):
 @_rows(QUICK)
 def test_oracle(case, data):
     held_to_oracle(case, data)
+
+
+CUT = (
+    Case("cut", T=330, H=1, HV=2),
+    Case(
+        "cut, packed", T=330, H=1, gate_form="softplus", states=False, documents=9,
+        lengths=((0, 2), (1, 1), (2, 100), (0, 70), (2, 40), (7, 1), (9, 100)),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case, most", [(CUT[0], 3), (CUT[1], 4)])
+def test_rows_in_pieces(case, most, monkeypatch):
+    monkeypatch.setattr(pieces, "SPARED", -100)
+    monkeypatch.setattr(pieces, "MOST", most)
+    assert pieces.count(case.HV, 6, 64) == 3
+    held_to_oracle(case, "normal")
 
 
 @pytest.mark.full

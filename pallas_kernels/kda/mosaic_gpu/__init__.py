@@ -5,8 +5,10 @@
     reverse    the gradient of the state back through them
     gradients  every chunk on its own: the gradients of the inputs
 
-Saved between the passes are the inputs, the state before every chunk and U, both in bfloat16; the
-operands of the scan are prepared again. See NOTES.md for what was measured.
+Long rows of few heads are cut for `scan` and `reverse` (`pieces`), at the cost of a kernel each.
+
+Saved between the passes are the inputs, the operands of the scan, the state before every chunk and
+U, all in bfloat16. See NOTES.md for what was measured.
 """
 
 import functools
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import documents, gates
 from ..spec import Inputs, Spec, initial_states, without_tokens
-from . import gradients, prepare, regions, reverse, scan
+from . import gradients, pieces, prepare, regions, reverse, scan
 from .prepare import Chunks
 from .rows import by_rows
 from .tiles import CHUNK
@@ -28,9 +30,8 @@ WIDTHS = (64, 128)
 def refuses(spec: Spec, platform: str) -> str | None:
     if platform != "gpu":
         return f"it runs on Hopper GPUs, and the platform is {platform}"
-    kind = _device_kind()
-    if not any(name in kind for name in HOPPER):
-        return f"it runs on Hopper GPUs, and the device is {kind}"
+    if reason := _other_than_hopper():
+        return reason
     dtypes = {
         "q": spec.q_dtype,
         "k": spec.k_dtype,
@@ -42,15 +43,23 @@ def refuses(spec: Spec, platform: str) -> str | None:
             return f"{name} is {dtype}, and it takes bfloat16"
     if spec.dtype != "float32":
         return f"the recurrence is in {spec.dtype}, and it computes in float32"
+    if not spec.gate_width:
+        return "gate is None, and bfloat16 products are not accurate enough where nothing decays"
     for letter, width in (("K", spec.key_width), ("V", spec.value_width)):
         if width > WIDTHS[-1]:
             return f"{letter} = {width}, and it takes widths up to {WIDTHS[-1]}"
     return None
 
 
-def _device_kind() -> str:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.local_devices()[0].device_kind if device is None else device.device_kind
+def _other_than_hopper() -> str | None:
+    """Why the device that a call is compiled for is not one; of an abstract one the kind is known,
+    of those at hand the compute capability."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    hopper = any(name in device.device_kind for name in HOPPER)
+    if capability == "9.0" if capability else hopper:
+        return None
+    return f"it runs on Hopper GPUs, and the device is {device.device_kind}"
 
 
 def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
@@ -70,8 +79,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     q, k, v, gate, beta = x.tokens
     q, k, v = token_array(q, pad_k), token_array(k, pad_k), token_array(v, pad_v)
     wide = (c.batch, spec.tokens, c.value_heads, spec.key_width)
-    gate = jnp.zeros(wide, jnp.bfloat16) if gate is None else jnp.broadcast_to(gate, wide)
-    gate = token_array(gate, pad_k)
+    gate = token_array(jnp.broadcast_to(gate, wide), pad_k)
     beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2).reshape(c.rows, spec.tokens)
     a_log, dt_bias = x.parameters
     if a_log is None:
@@ -95,7 +103,9 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     if x.segment_ids is None:
         tables = regions.empty(c)
     else:
-        tables = regions.tabulate(x.segment_ids, c.regions, c.chunks)
+        tables = regions.tabulate(x.segment_ids, c.regions // c.pieces, c.chunks)
+    if c.pieces > 1:
+        tables = regions.cut(c, tables)
     arrays = (q, k, v, gate, beta, a, bias)
     o, final = _kda(c, spec.return_final_state, arrays, initial, tables)
     o = o[:, : spec.tokens, :, : spec.value_width]
@@ -112,18 +122,23 @@ def describe(spec: Spec) -> Chunks:
     # One width for keys and values: the warpgroups of `gradients` take 64 channels of both.
     width = WIDTHS[0] if max(spec.key_width, spec.value_width) <= WIDTHS[0] else WIDTHS[1]
     count = spec.max_documents + 1 if spec.packed and spec.states_asked else 1
-    chunks = regions.chunk_count(spec.tokens, count) if spec.packed else -(-spec.tokens // CHUNK)
+    whole = -(-spec.tokens // CHUNK)
+    chunks = regions.chunk_count(spec.tokens, count) if spec.packed else whole
+    cut = 1
+    if count == 1:
+        cut = pieces.count(spec.batch * spec.value_heads, whole, width)
     return Chunks(
         batch=spec.batch,
         tokens=spec.tokens,
         held=max(spec.tokens, CHUNK),
-        regions=count,
+        regions=count * cut,
+        pieces=cut,
         chunks=chunks,
         heads=spec.heads,
         value_heads=spec.value_heads,
         key_width=width,
         value_width=width,
-        gate_form=spec.gate_form if spec.gate_width else "log_decay",
+        gate_form=spec.gate_form,
         beta_form=spec.beta_form,
         lower_bound=spec.lower_bound,
         has_dt_bias=spec.has_dt_bias,
@@ -146,14 +161,22 @@ def _arguments(arrays, initial, tables, *others):
 
 @by_rows
 def _forward_kernels(c, options, shared, rows):
-    """o, final states and, saving, the states before every chunk and U."""
+    """o, final states and what `save` keeps: the operands of `reverse`, A beta, the states before
+    every chunk, U and the maps of pieces."""
     return_final, save = options
     _, initial, tables = rows
-    prepared = prepare.kernel(c, with_inverse=False)(*_operands(c, shared, rows))
+    w, kr, qd, u0, p, decay, *inverse = prepare.kernel(c, save)(*_operands(c, shared, rows))
+    maps = None
+    if c.pieces > 1:
+        initial, maps = pieces.states_before(c, (w, kr, u0, decay), initial, tables.spans)
     has_initial = initial is not None
     if not has_initial:
         initial = jnp.zeros((c.batch, 1, 1, 8, 8), jnp.float32)
-    return scan.kernel(c, has_initial, return_final, save)(*prepared, initial, tables.spans)
+    scanned = scan.kernel(c, has_initial, return_final, save)
+    o, final, *saved = scanned(w, kr, qd, u0, p, decay, initial, tables.spans)
+    if c.pieces > 1:
+        final = final[:, -1:]
+    return o, final, ((w, kr, qd, p, decay), *inverse, *saved, maps) if save else ()
 
 
 def _operands(c, shared, rows):
@@ -164,13 +187,13 @@ def _operands(c, shared, rows):
 
 def _forward(c, return_final, arrays, initial, tables):
     arguments = _arguments(arrays, initial, tables)
-    o, final, states, u = _forward_kernels(c, (return_final, True), *arguments)
-    return (o, final), (arrays, initial, tables, states, u)
+    o, final, saved = _forward_kernels(c, (return_final, True), *arguments)
+    return (o, final), (arrays, initial, tables, saved)
 
 
 def _backward(c, return_final, saved, cotangents):
-    arrays, initial, tables, states, u = saved
-    arguments = _arguments(arrays, initial, tables, states, u, *cotangents)
+    arrays, initial, tables, kept = saved
+    arguments = _arguments(arrays, initial, tables, kept, *cotangents)
     *dtokens, dinitial, sums = _backward_kernels(c, (return_final,), *arguments)
     sums = sums.reshape(-1, c.value_heads, *sums.shape[1:])
     da, dbias = sums[..., 1, :].sum(axis=(0, 2, 3)), sums[..., 0, :].sum(axis=(0, 2))
@@ -182,16 +205,18 @@ def _backward_kernels(c, options, shared, rows):
     """The gradients of q, k, v, the gate, beta and the initial states, and every chunk's share of
     those of the gate's parameters, `[B HV, NC, 2, K]`."""
     (return_final,) = options
-    _, initial, tables, states, u, do, dfinal = rows
+    _, initial, tables, (scanned, inverse, states, u, maps), do, dfinal = rows
     if c.packed:
         real = jnp.take_along_axis(tables.labels > 0, tables.places, axis=1)
         do = documents.mask(jnp.pad(real, ((0, 0), (0, c.held - c.tokens))), do)
-    operands = _operands(c, shared, rows)
-    prepared = prepare.kernel(c, with_inverse=True)(*operands)
-    w, kr, qd, _, p, decay, inverse = prepared
-    back = reverse.kernel(c, return_final, initial is not None)
-    du, dstates, dinitial = back(w, kr, qd, p, decay, do, dfinal, tables.spans)
-    q, k, _, gate, beta, a, bias, table, labels = operands
+    if c.pieces > 1:
+        dfinal = dfinal if return_final else None
+        dfinal = pieces.gradients_after(c, (*scanned, do), maps, dfinal, tables.spans)
+    back = reverse.kernel(c, return_final or c.pieces > 1, initial is not None)
+    du, dstates, dinitial = back(*scanned, do, dfinal, tables.spans)
+    if c.pieces > 1:
+        dinitial = dinitial[:, :1]
+    q, k, _, gate, beta, a, bias, table, labels = _operands(c, shared, rows)
     labels = jax.lax.bitcast_convert_type(labels, jnp.float32)
     dq, dk, dv, dgate, dbeta, sums = gradients.kernel(c)(
         q, k, gate, beta, a, bias, table, labels, do, inverse, u, du, states, dstates

@@ -32,6 +32,7 @@ from . import blocks, exchange, tiles
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, LOG2E, ROW, cols, load, rows
 
 SLAB = 32
+AHEAD = 0
 # Half of what 16 tokens at 5 nats decay by, 115.4 in base 2.
 SHIFT = 58.0
 # Below this a float32 is zero, whatever the decay: sums of log decays stay exact.
@@ -46,13 +47,15 @@ class Chunks:
 
     tokens: T, of `held` in the arrays; chunks: NC of every row. `packed`: chunks start where the
     tables say, and tokens carry labels; else chunk n starts at 64 n and only the last may be
-    ragged. regions: R, stretches of a row that the scan takes on their own.
+    ragged. regions: R, stretches of a row that the scan takes on their own: what state slots own,
+    or the P `pieces` of a row that is cut (else 1).
     """
 
     batch: int
     tokens: int
     held: int
     regions: int
+    pieces: int
     chunks: int
     heads: int
     value_heads: int
@@ -187,6 +190,19 @@ def kernel(c: Chunks, with_inverse: bool):
                 plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
+        def prefetch():
+            ahead = lax.axis_index("chunk") + AHEAD
+            last = c.batch * c.chunks * c.value_heads - 1
+            then = Place(c, jnp.minimum(ahead, last), tables_r)
+            at = pl.ds(then.first, CHUNK)
+            for array, head in (
+                (g_r, then.head),
+                (k_r, then.key_head),
+                (q_r, then.key_head),
+                (v_r, then.head),
+            ):
+                plgpu.async_prefetch(array.at[then.row, at, head], predicate=ahead <= last)
+
         def chunk():
             fetch(g_r, place.head, g_box, gate_b)
             fetch(k_r, place.key_head, k_box, qk_b)
@@ -195,6 +211,8 @@ def kernel(c: Chunks, with_inverse: bool):
             plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], beta_s, qk_b)
             if c.packed:
                 plgpu.copy_gmem_to_smem(labels_r.at[place.row, block], labels_s, qk_b)
+            if AHEAD:
+                prefetch()
             a = a_r[place.head]
 
             for i in range(2):
@@ -361,7 +379,7 @@ def kernel(c: Chunks, with_inverse: bool):
 
             u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def norms(q_s, k_s, live):
             """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is

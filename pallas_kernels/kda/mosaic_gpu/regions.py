@@ -82,6 +82,17 @@ def empty(c: Chunks) -> Tables:
     return Tables(none, none, none[:, :, 0], none[:, :, 0], none[:, :, 0])
 
 
+def cut(c: Chunks, tables: Tables) -> Tables:
+    """With the pieces of rows as their regions."""
+    whole = -(-c.tokens // CHUNK)
+    most = -(-whole // c.pieces)
+    begin = jnp.arange(c.pieces) * most
+    count = jnp.minimum(most, whole - begin)
+    tokens = jnp.minimum(c.tokens - begin * CHUNK, count * CHUNK)
+    spans = jnp.stack([begin, count, begin * CHUNK, tokens]).astype(jnp.int32)
+    return tables._replace(spans=jnp.broadcast_to(spans, (c.batch, *spans.shape)))
+
+
 def by_place(c: Chunks, tables: Tables, x: jax.Array) -> jax.Array:
     """`[B HV, T]` to `[B HV, NC 64]`."""
     if not c.packed:

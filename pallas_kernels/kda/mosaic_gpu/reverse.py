@@ -22,8 +22,9 @@ from .scan import REGISTERS, ROWS, Region, warpgroups
 from .tiles import BF16, CHUNK, COL, F32, cols, load, read
 
 
-def kernel(c: Chunks, has_final: bool, needs_initial: bool):
-    """The kernel: (-W, Kr, Qd, P, decay, do, dfinal, spans) to (dU, dstates, dinitial).
+def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
+    """The kernel: (-W, Kr, Qd, P, decay, do, dfinal, spans) to (dU, dstates, dinitial), or to
+    (dinitial,) unless `save`.
 
     Args of the kernel: what `prepare` gives; do `[B, T, HV, V]` bf16; dfinal `[B, R, HV, V, K]`
     f32, read only with `has_final`; spans as `scan` takes them.
@@ -38,8 +39,12 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool):
     parts = V // width
     ring = 2 if groups == 2 else 3
 
-    def body(w_r, kr_r, qd_r, p_r, d_r, do_r, dfinal_r, spans_r, du_r, states_r, dinitial_r, *refs):
-        w_s, kr_s, qd_s, p_s, d_s, (do_s, do_box), states_s, du_s, full, empty, done = refs
+    def body(w_r, kr_r, qd_r, p_r, d_r, do_r, dfinal_r, spans_r, *refs):
+        du_r, states_r = refs[:2] if save else (None, None)
+        dinitial_r, *refs = refs[2 * save :]
+        w_s, kr_s, qd_s, p_s, d_s, (do_s, do_box) = refs[:6]
+        states_s, du_s = refs[6:8] if save else (None, None)
+        full, empty, done = refs[-3:]
         group = lax.axis_index("group")
         program = lax.axis_index("program")
         part = lax.rem(program, parts)
@@ -91,11 +96,13 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool):
                 slot = lax.rem(i, ring)
                 state16 = state.astype(BF16)
                 plgpu.wgmma(u_acc, state16, kr_s.at[slot].T)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                states_s.at[group][...] = state16
+                if save:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    states_s.at[group][...] = state16
                 s_acc[...] = state * cols(load(d_s.at[slot], COL), (ROWS, K))
                 du16 = lax.optimization_barrier(read(u_acc).astype(BF16))
-                du_s.at[group].T[...] = du16
+                if save:
+                    du_s.at[group].T[...] = du16
                 return du16
 
             def update(carry, i):
@@ -103,6 +110,8 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool):
                 slot = lax.rem(i, ring)
                 plgpu.wgmma(s_acc, do, qd_s.at[slot])
                 plgpu.wgmma(s_acc, du16, w_s.at[slot])
+                if not save:
+                    return
                 plgpu.commit_smem()
                 at = region.begin + n - 1 - i
                 plgpu.copy_smem_to_gmem(
@@ -130,7 +139,7 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool):
             state = read(s_acc)
             if needs_initial:
                 dinitial_r.at[region.row, region.slot, region.head, values][...] = state
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(group == groups)(producer)
 
@@ -142,13 +151,18 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool):
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
 
-    return plgpu.kernel(
-        body,
-        out_type=(
+    out = [jax.ShapeDtypeStruct((c.batch, c.regions, c.value_heads, V, K), F32)]
+    kept = []
+    if save:
+        out = [
             jax.ShapeDtypeStruct((c.rows, c.length, V), BF16),
             jax.ShapeDtypeStruct((c.rows, c.chunks, V, K), BF16),
-            jax.ShapeDtypeStruct((c.batch, c.regions, c.value_heads, V, K), F32),
-        ),
+            *out,
+        ]
+        kept = [tiles.swizzled((groups, ROWS, K)), tiles.swizzled((groups, CHUNK, ROWS))]
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out),
         grid=(parts * c.regions * c.rows,),
         grid_names=("program",),
         num_threads=groups + 1,
@@ -158,12 +172,11 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool):
             tiles.swizzled((ring, CHUNK, CHUNK)),
             plgpu.SMEM((ring, K), F32),
             tiles.by_token((ring * groups, CHUNK, ROWS)),
-            tiles.swizzled((groups, ROWS, K)),
-            tiles.swizzled((groups, CHUNK, ROWS)),
+            *kept,
             plgpu.Barrier(num_arrivals=5 + groups, num_barriers=ring),
             plgpu.Barrier(num_arrivals=groups, num_barriers=ring),
             plgpu.Barrier(num_arrivals=groups + 1),
         ),
         compiler_params=tiles.compiler_params(),
-        kernel_name="kda_reverse",
+        kernel_name="kda_reverse" if save else "kda_reverse_chain",
     )

@@ -36,16 +36,18 @@ def warpgroups(c: Chunks) -> int:
 class Region:
     """What a program walks over: row `out` of the prepared arrays, chunks `begin` to
     `begin + count`. There is at least one: a guard against none would cost the registers that the
-    products need, and a chunk without tokens leaves the state as it is."""
+    products need, and a chunk without tokens leaves the state as it is. Programs may take the first
+    few `regions` only."""
 
-    def __init__(self, c: Chunks, index, spans_r):
-        region = lax.rem(index, c.regions)
-        out = lax.div(index, c.regions)
+    def __init__(self, c: Chunks, index, spans_r, regions: int | None = None):
+        regions = c.regions if regions is None else regions
+        region = lax.rem(index, regions)
+        out = lax.div(index, regions)
         self.out = out
         self.row = lax.div(out, c.value_heads)
         self.head = lax.rem(out, c.value_heads)
         self.slot = region
-        if c.packed:
+        if c.packed or c.pieces > 1:
             self.begin, self.count, self.first, self.tokens = (
                 spans_r[self.row, i, region] for i in range(4)
             )
@@ -58,8 +60,7 @@ def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
     `save`, the states before every chunk and U.
 
     Args of the kernel: what `prepare` gives; initial `[B, R, HV, V, K]` f32, read only with
-    `has_initial`; spans `[2, B, R]` int32, a region's first chunk and its number of chunks;
-    tables as `prepare` takes them.
+    `has_initial`; spans `[B, 4, R]` int32 as `regions` has them.
 
     Returns of the kernel: o `[B, T, HV, V]` bf16; final `[B, R, HV, V, K]` f32, written only with
     `return_final`; states `[B HV, NC, V, K]` bf16; U
@@ -219,7 +220,7 @@ def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
                 plgpu.copy_smem_to_gmem(o_box.at[group], output(last))
             if return_final:
                 final_r.at[region.row, region.slot, region.head, values][...] = read(s_acc)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(group == groups)(producer)
 
