@@ -6,6 +6,7 @@ and decodes; what differs is the cache that is passed in.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ from k3jax.layers.linear import gain, island, matrix, normal, rms_norm
 from k3jax.layers.row_cache import check
 from k3jax.layers.stats import Stats
 from k3jax.parallel.local import local
-from k3jax.params import ParamSpec, declare, initialise, stack, weight
-from k3jax.sharding import activation_spec, spec_of, under_mesh
+from k3jax.params import ParamSpec, check_layout, declare, initialise, stack, weight
+from k3jax.sharding import Rules, activation_spec, spec_of, under_mesh
 from k3jax.stacking import segments, stored_sources
 
 _LOSS_TOKENS = 1024  # tokens whose logits exist at one time while the loss is computed
@@ -32,7 +33,8 @@ class Decoder(nnx.Module):
     """A Kimi decoder after `config`; abstract (shapes only) where `rngs` is None.
 
     `model.blocks[s]` is the stack of segment s (`k3jax.stacking`): a super-block whose variables
-    have a leading `layers` axis.
+    have a leading `layers` axis. Raises `ValueError` where the current mesh does not divide a
+    parameter or the heads of a layer.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
@@ -58,8 +60,25 @@ class Decoder(nnx.Module):
             axes, name = ("embed", "vocab"), "lm_head.weight"
             spec = matrix((d_model, vocab), axes, name, config.init_std, "adamw")
             self.head = declare(spec, None)
+        if under_mesh():
+            self._check_mesh()
         if rngs is not None:
             initialise(self, rngs)
+
+    def _check_mesh(self) -> None:
+        """Raises `ValueError` where the current mesh does not divide a parameter, or heads."""
+        check_layout(nnx.state(self))
+        axis = Rules().heads
+        devices = 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
+        for index, blocks in enumerate(self.blocks):
+            for place, layer in enumerate(blocks.layers):
+                for name in ("heads", "kv_heads"):
+                    heads = getattr(layer.mixer.config, name, 0)
+                    if heads % devices:
+                        raise ValueError(
+                            f"mesh.{axis} = {devices}: does not divide the {heads} {name} of "
+                            f"blocks/{index}/layers/{place}/mixer"
+                        )
 
     def __call__(
         self,
@@ -172,23 +191,36 @@ def token_nll(model: Decoder, hidden: jax.Array, targets: jax.Array) -> jax.Arra
     At most `_LOSS_TOKENS` tokens have their logits in memory at one time, in the backward pass too.
     """
     head = model.head_matrix()
-    if under_mesh():
-        head = jax.sharding.reshard(head, jax.sharding.PartitionSpec(None, None))
-    return local(_blockwise_nll, hidden, head, targets, out_specs=spec_of(targets))
+    axis = spec_of(head)[1] if under_mesh() else None
+    nll = functools.partial(_blockwise_nll, axis=axis)
+    return local(nll, hidden, head, targets, out_specs=spec_of(targets))
 
 
-def _blockwise_nll(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+def _blockwise_nll(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, axis: str | None
+) -> jax.Array:
+    """Of this device's tokens; where the vocabulary is split over `axis`, `head` is its part.
+
+    Of the logits only sums and maxima per token leave a device.
+    """
     count, width = targets.size, hidden.shape[-1]
     blocks = max(-(-count // _LOSS_TOKENS), 1)
     size = -(-count // blocks)
     spare = blocks * size - count
+    first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]
 
     @jax.checkpoint
     def nll(block):
         rows, labels = block
         logits = _logits(rows, head)
-        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=1) - picked
+        top = jax.lax.stop_gradient(logits.max(axis=1))
+        top = top if axis is None else jax.lax.pmax(top, axis)
+        place = labels - first
+        inside = (place >= 0) & (place < head.shape[1])
+        picked = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
+        sums = jnp.exp(logits - top[:, None]).sum(axis=1), jnp.where(inside, picked, 0)
+        total, picked = sums if axis is None else jax.lax.psum(sums, axis)
+        return top + jnp.log(total) - picked
 
     rows = jnp.pad(hidden.reshape(count, width), ((0, spare), (0, 0)))
     rows = rows.reshape(blocks, size, width)

@@ -134,6 +134,18 @@ def partition_specs(state: nnx.State, rules: Rules = Rules()) -> nnx.State:
     return map_specs(lambda spec: rules.spec(spec.axes), state)
 
 
+def check_layout(state: nnx.State, rules: Rules = Rules()) -> None:
+    """Raises `ValueError` for the first parameter that the current mesh does not divide."""
+    devices = jax.sharding.get_abstract_mesh().shape
+    for path, spec in specs(state):
+        for size, logical, axis in zip(spec.shape, spec.axes, rules.spec(spec.axes), strict=True):
+            if axis is not None and size % devices[axis]:
+                raise ValueError(
+                    f"mesh.{axis} = {devices[axis]}: does not divide axis {logical!r} of {path}, "
+                    f"which has size {size}"
+                )
+
+
 def count(state: nnx.State) -> int:
     """Number of parameters in `state`, concrete or abstract."""
     return sum(leaf.size for leaf in jax.tree.leaves(state))

@@ -12,7 +12,7 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from k3jax.config import MeshConfig
 
@@ -57,6 +57,12 @@ def make_mesh(config: MeshConfig = MeshConfig(), devices: list[jax.Device] | Non
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh of `config` without devices: for shapes, layouts and ahead-of-time compilation."""
+    shape = tuple(getattr(config, axis) for axis in AXES)
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
 def spec_of(x: jax.Array) -> PartitionSpec:
     """How the type of `x` says it is laid out over the current mesh, one entry per axis."""
     spec = jax.typeof(x).sharding.spec
@@ -72,6 +78,13 @@ def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
 def activation_spec(ndim: int) -> PartitionSpec:
     """`[B, T, ...]`: rows over the batch axes, tokens over context, the rest whole."""
     return PartitionSpec(BATCH, SEQUENCE, *(None,) * (ndim - 2))
+
+
+def sequence_axis(x: jax.Array) -> str | None:
+    """The mesh axis that the tokens of `x [B, T, ...]` are split over; None where rows are whole."""
+    if not under_mesh() or spec_of(x)[1] != SEQUENCE:
+        return None
+    return SEQUENCE if jax.sharding.get_abstract_mesh().shape[SEQUENCE] > 1 else None
 
 
 def under_mesh() -> bool:

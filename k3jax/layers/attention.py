@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from jax.sharding import PartitionSpec
 
 from k3jax.layers.documents import Documents
 from k3jax.layers.linear import island
+from k3jax.parallel.context import gather_tokens
 from k3jax.parallel.local import local
-from k3jax.sharding import SEQUENCE, spec_of, under_mesh
+from k3jax.sharding import SEQUENCE, sequence_axis, spec_of, under_mesh
 
 BLOCK = 128  # tokens; a block of scores is [B, H, BLOCK, BLOCK]
 
@@ -51,15 +53,22 @@ def causal(documents: Documents) -> Visibility:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: Visibility, scale: float
+    q: jax.Array,
+    memory: tuple[jax.Array, ...],
+    seen: Visibility,
+    scale: float,
+    keys_values: Callable[..., tuple[jax.Array, jax.Array]] = lambda k, v: (k, v),
+    weights: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` on each device's rows and heads; the largest logits `[H]` are those of all rows.
 
-    Queries may be split over the context axis; keys and values are gathered along it.
+    `keys_values(*memory, *weights)` makes k and v of what is kept of each token, `[B, Tk, ...]`, on
+    each device. Queries and memory may be split over the context axis: it is the memory that is
+    gathered along it, and the gradient of the memory that is summed.
     """
-    out_specs = None
+    out_specs, axis = None, None
     if under_mesh():
-        k, v = unsplit_sequence(k), unsplit_sequence(v)
+        axis = sequence_axis(memory[0])
         rows, tokens, heads, _ = spec_of(q)
         out_specs = (spec_of(q), PartitionSpec(rows, tokens, heads))
         split, whole = PartitionSpec(rows, tokens), PartitionSpec(rows, None)
@@ -70,11 +79,12 @@ def attend(
             jax.sharding.reshard(seen.kv_index, whole),
         )
 
-    def shard(q: jax.Array, k: jax.Array, v: jax.Array, seen: Visibility) -> tuple:
+    def shard(q: jax.Array, memory: tuple, weights: tuple, seen: Visibility) -> tuple:
+        k, v = keys_values(*gather_tokens(memory, axis), *weights)
         o, max_logit = attention(q, k, v, seen, scale=scale)
         return o, max_logit[:, None]
 
-    o, max_logit = local(shard, q, k, v, seen, out_specs=out_specs)
+    o, max_logit = local(shard, q, memory, weights, seen, out_specs=out_specs)
     return o, max_logit.max((0, 1), initial=-jnp.inf)
 
 

@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.layers.documents import Documents
+from k3jax.parallel.context import last_tokens
 
 type Streams = jax.Array | dict[str, jax.Array]  # one stream, or several by name
 
 
 def short_conv(
-    x: Streams, taps: Streams, documents: Documents, tail: Streams | None
+    x: Streams,
+    taps: Streams,
+    documents: Documents,
+    tail: Streams | None,
+    axis: str | None = None,
 ) -> tuple[Streams, Streams]:
     """`y[t] = SiLU(sum_j taps[W-1-j] * x[t-j])` over the last W real tokens of a document.
 
@@ -24,28 +29,43 @@ def short_conv(
     document, which goes on. Returns `y [B, T, C]` and the next tail: the last W-1 real inputs.
     Products and their sum are taken in the dtype of `x`, as the official code does.
 
-    Several streams are convolved at once, each with its taps and its tail.
+    Several streams are convolved at once, each with its taps and its tail. Inside a `shard_map`
+    `axis` names the mesh axis that the row is split over, if it is: `x` and `documents` are the
+    shard's, and both tails those of the whole row.
     """
-    if tail is None:
-        tail = jax.tree.map(_nothing_before, x, taps)
-    padded = jax.tree.map(lambda x, t: jnp.concatenate([t.astype(x.dtype), x], axis=1), x, tail)
     taps = jax.tree.map(lambda x, w: w.astype(x.dtype), x, taps)
-    y = jax.lax.cond(documents.gaps, _with_gaps, _gapless, padded, taps, documents)
-    after = jax.tree.map(lambda t, p: _next_tail(p, t, documents), tail, padded)
+    nothing = jax.tree.map(_nothing_before, x, taps)
+    tail = nothing if tail is None else tail
+    before = jax.tree.map(lambda x, t: t.astype(x.dtype), x, tail)
+    if axis is None:
+        padded = jax.tree.map(_joined, before, x)
+        after = jax.tree.map(lambda p: _last(p, documents), padded)
+    else:
+        ends = jax.tree.map(lambda n, x: _last(_joined(n, x), documents), nothing, x)
+        before, after = last_tokens(ends, documents.before.tokens, before, axis)
+        padded = jax.tree.map(_joined, before, x)
+    # The place in the row of the first real token.
+    first = documents.before.here(axis).tokens[:, None]
+    y = jax.lax.cond(documents.gaps, _with_gaps, _gapless, padded, taps, documents, first)
+    after = jax.tree.map(lambda a, t: a.astype(t.dtype), after, tail)
     return jax.tree.map(jax.nn.silu, y), after
+
+
+def _joined(before: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.concatenate([before, x], axis=1)
 
 
 def _nothing_before(x: jax.Array, taps: jax.Array) -> jax.Array:
     return jnp.zeros((x.shape[0], taps.shape[0] - 1, x.shape[2]), x.dtype)
 
 
-def _gapless(padded: Streams, taps: Streams, documents: Documents) -> Streams:
+def _gapless(padded: Streams, taps: Streams, documents: Documents, first: jax.Array) -> Streams:
     """A row whose real tokens come first: predecessors are left neighbours."""
     positions, ids = documents.positions, documents.segment_ids
-    return jax.tree.map(lambda x, w: _convolve(x, w, positions, ids), padded, taps)
+    return jax.tree.map(lambda x, w: _convolve(x, w, positions, ids, first), padded, taps)
 
 
-def _with_gaps(padded: Streams, taps: Streams, documents: Documents) -> Streams:
+def _with_gaps(padded: Streams, taps: Streams, documents: Documents, first: jax.Array) -> Streams:
     """Closes the gaps, convolves, and puts every token back where it stood."""
     order = documents.order
     back = jnp.argsort(order, axis=1)
@@ -55,30 +75,38 @@ def _with_gaps(padded: Streams, taps: Streams, documents: Documents) -> Streams:
     def stream(x: jax.Array, taps: jax.Array) -> jax.Array:
         behind = taps.shape[0] - 1
         closed = permute_rows(x[:, behind:], order, back)
-        y = _convolve(jnp.concatenate([x[:, :behind], closed], axis=1), taps, positions, ids)
+        y = _convolve(_joined(x[:, :behind], closed), taps, positions, ids, first)
         return permute_rows(y, back, order)
 
     return jax.tree.map(stream, padded, taps)
 
 
 def _convolve(
-    padded: jax.Array, taps: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    padded: jax.Array,
+    taps: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    first: jax.Array,
 ) -> jax.Array:
     width, length = taps.shape[0], positions.shape[1]
     total = jnp.zeros_like(padded[:, width - 1 :])
+    places = first + jnp.arange(length)
     for back in range(width):
         window = jax.lax.slice_in_dim(padded, width - 1 - back, width - 1 - back + length, axis=1)
-        inside = (positions >= back) | (jnp.arange(length) < back)  # in the document, or its tail
+        inside = (positions >= back) | (places < back)  # in the document, or in the row's tail
         total += jnp.where((inside & (segment_ids > 0))[..., None], window, 0) * taps[-1 - back]
     return total
 
 
-def _next_tail(padded: jax.Array, tail: jax.Array, documents: Documents) -> jax.Array:
-    behind = jnp.broadcast_to(jnp.arange(tail.shape[1]), tail.shape[:2])
-    places = jnp.concatenate([behind, documents.order + tail.shape[1]], axis=1)  # padding last
+def _last(padded: jax.Array, documents: Documents) -> jax.Array:
+    """The last W-1 real inputs of `padded [B, W-1 + T, C]`, of which the first W-1 are real."""
+    tokens = documents.order.shape[1]
+    width = padded.shape[1] - tokens
+    behind = jnp.broadcast_to(jnp.arange(width), (padded.shape[0], width))
+    places = jnp.concatenate([behind, documents.order + width], axis=1)  # padding last
     last = documents.real.sum(axis=1, keepdims=True) + behind
     index = jnp.take_along_axis(places, last, axis=1)
-    return jnp.take_along_axis(padded, index[..., None], axis=1).astype(tail.dtype)
+    return jnp.take_along_axis(padded, index[..., None], axis=1)
 
 
 @jax.custom_vjp

@@ -11,9 +11,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from k3jax.parallel.context import Before, before_shards
 from k3jax.parallel.local import local
-from k3jax.sharding import SEQUENCE, spec_of, under_mesh
+from k3jax.sharding import sequence_axis, spec_of, under_mesh
 from pallas_kernels.checks import concrete
 
 
@@ -23,15 +25,17 @@ class Documents:
     """The documents of a batch of rows.
 
     `segment_ids [B, T]` int32, as above. `positions [B, T]` int32: how many real tokens of its
-    document precede a token. `order [B, T]` int32: the row's token indices, real tokens first, in
-    order. `gaps`: bool scalar, whether padding stands before a real token anywhere in the batch, so
-    that a token's predecessor is not simply its left neighbour.
+    document precede a token. `order [B, T]` int32: the token indices of the row, or of each shard
+    of a split one, real tokens first, in order. `gaps`: bool scalar, whether padding stands before
+    a real token in any row or shard, so that a token's predecessor is not simply its left
+    neighbour. `before`: what stands before each shard, and before the row's end.
     """
 
     segment_ids: jax.Array
     positions: jax.Array
     order: jax.Array
     gaps: jax.Array
+    before: Before
 
     @property
     def real(self) -> jax.Array:
@@ -57,19 +61,16 @@ def documents_of(segment_ids: jax.Array) -> Documents:
     if concrete(segment_ids):
         _check_values(np.asarray(segment_ids))
     if not under_mesh():
-        return _documents(segment_ids)
-    ranks = jax.sharding.get_abstract_mesh().shape[SEQUENCE]
-    if ranks > 1:
-        raise ValueError(
-            f"mesh.context = {ranks}: rows cannot be split over devices yet, must be 1"
-        )
-    spec, whole = spec_of(segment_ids), jax.sharding.PartitionSpec()
-    ids, positions, order, gaps = local(
-        lambda ids: dataclasses.astuple(_documents(ids, rowwise=True)),
+        return _documents(segment_ids, None)
+    axis, spec = sequence_axis(segment_ids), spec_of(segment_ids)
+    whole = PartitionSpec(spec[0], None)
+    ids, positions, order, gaps, *before = local(
+        lambda ids: jax.tree.leaves(_documents(ids, axis, rowwise=True)),
         segment_ids,
-        out_specs=(spec, spec, spec, spec),
+        out_specs=[*(spec,) * 4, *(whole,) * 3],
     )
-    return Documents(ids, positions, order, jax.sharding.reshard(jnp.any(gaps), whole))
+    gaps = jax.sharding.reshard(jnp.any(gaps), PartitionSpec())
+    return Documents(ids, positions, order, gaps, Before(*before))
 
 
 def one_document(batch: int, length: int) -> Documents:
@@ -89,12 +90,15 @@ def _check_values(ids: np.ndarray) -> None:
         )
 
 
-def _documents(ids: jax.Array, rowwise: bool = False) -> Documents:
-    real = ids > 0
+def _documents(ids: jax.Array, axis: str | None, rowwise: bool = False) -> Documents:
+    real, before = ids > 0, before_shards(ids, axis)
+    here = Before(*(x[:, None] for x in before.here(axis)))
     rank = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
-    before = jnp.pad(jax.lax.cummax(ids, axis=1)[:, :-1], ((0, 0), (1, 0)))
-    first = real & (ids != before)
+    left = jnp.pad(jax.lax.cummax(ids, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    first = real & (ids != jnp.maximum(left, here.document))
     start = jax.lax.cummax(jnp.where(first, rank, 0), axis=1)
+    position = rank - start + jnp.where(ids == here.document, here.of_document, 0)
     order = jnp.argsort(~real, axis=1, stable=True).astype(jnp.int32)
     gap = jnp.pad(real[:, 1:] & ~real[:, :-1], ((0, 0), (0, 1)))
-    return Documents(ids, jnp.where(real, rank - start, 0), order, gap if rowwise else jnp.any(gap))
+    gaps = gap if rowwise else jnp.any(gap)
+    return Documents(ids, jnp.where(real, position, 0), order, gaps, before)

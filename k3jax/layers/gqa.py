@@ -94,7 +94,7 @@ class GroupedQueryAttention(nnx.Module):
                 growth.length,
             )
             k, v, seen = cache.keys.astype(x.dtype), cache.values.astype(x.dtype), growth.seen
-        o, max_logit = attend(q, k, v, seen, config.head_dim**-0.5)
+        o, max_logit = attend(q, (k, v), seen, config.head_dim**-0.5)
         y = project(merge_heads(o).astype(x.dtype), self.out)
         return y, cache, {"max_logit": Max(max_logit)}
 

@@ -10,6 +10,7 @@ Sources: KLR §3 and eq. 10; K3R §2.1, eqs. 1-6.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -34,11 +35,13 @@ from k3jax.layers.linear import (
 )
 from k3jax.layers.row_cache import check, empty
 from k3jax.layers.stats import Stats, Sum
+from k3jax.parallel.context import recur
 from k3jax.parallel.local import local
 from k3jax.params import ParamSpec, declare, weight
-from k3jax.sharding import spec_of
+from k3jax.sharding import sequence_axis, spec_of
 from pallas_kernels.kda import kda, kda_step, linear_attention
 from pallas_kernels.kda.gates import l2norm, log_decay
+from pallas_kernels.kda.spans import linear_span_map, span_map
 
 
 @jax.tree_util.register_dataclass
@@ -184,8 +187,9 @@ class KimiDeltaAttention(nnx.Module):
             taps = {name: weight(self.taps[name], x.dtype) for name in streams}
             specs = jax.tree.map(spec_of, streams)
             ends = {name: PartitionSpec(spec[0], None, spec[2]) for name, spec in specs.items()}
+            convolve = functools.partial(short_conv, axis=sequence_axis(x))
             streams, tails = local(
-                short_conv, streams, taps, documents, tails, out_specs=(specs, ends)
+                convolve, streams, taps, documents, tails, out_specs=(specs, ends)
             )
         return [split_heads(streams[name], self.config.heads) for name in "qkv"], tails
 
@@ -205,30 +209,44 @@ class KimiDeltaAttention(nnx.Module):
         documents: Documents,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The recurrence over the row, or over its one token: `(o [B, T, H, V], state)`."""
-        v, config = streams[2], self.config
+        v, config, axis = streams[2], self.config, sequence_axis(streams[2])
         options = {
             "gate_form": config.gate_form,
             "lower_bound": config.lower_bound,
             "beta_form": "logit",
         }
 
-        def row(q, k, v, gate, beta, a_log, dt_bias, state, segment_ids):
-            carried = {"initial_state": state, "return_final_state": state is not None}
+        def row(q, k, v, gate, beta, a_log, dt_bias, state, documents):
+            gates = {"a_log": a_log, "dt_bias": dt_bias, **options}
             if config.rule == "linear":  # normed as under the other rules: only the rule differs
                 q, k = l2norm(q), l2norm(k)
-                return linear_attention(q, k, v, segment_ids=segment_ids, **carried)
-            gates = {"a_log": a_log, "dt_bias": dt_bias, **options}
-            if state is None or v.shape[1] != 1:
-                return kda(q, k, v, gate, beta, segment_ids=segment_ids, **carried, **gates)
+                attention = functools.partial(linear_attention, q, k, v)
+                summary = functools.partial(linear_span_map, k, v)
+            else:
+                attention = functools.partial(kda, q, k, v, gate, beta, **gates)
+                summary = functools.partial(span_map, k, v, gate, beta, **gates)
+            ids = documents.segment_ids
+            carried = {"initial_state": state, "return_final_state": state is not None}
+            if axis is not None:
+                before = documents.before.document
+                return recur(
+                    attention,
+                    summary,
+                    segment_ids=ids,
+                    documents_before=before,
+                    axis=axis,
+                    **carried,
+                )
+            if config.rule == "linear" or state is None or v.shape[1] != 1:
+                return attention(segment_ids=ids, **carried)
             q, k, v, gate, beta = jax.tree.map(lambda a: a[:, 0], (q, k, v, gate, beta))
-            active = segment_ids[:, 0] > 0
-            o, after = kda_step(q, k, v, gate, beta, state[:, 0], active=active, **gates)
+            o, after = kda_step(q, k, v, gate, beta, state[:, 0], active=ids[:, 0] > 0, **gates)
             return o[:, None], after[:, None]
 
         gates = (None, None) if gate is None else (self.a_log[...], self.dt_bias[...])
         rows, _, heads, _ = spec_of(v)
         return local(
-            row, *streams, gate, beta, *gates, state, documents.segment_ids,
+            row, *streams, gate, beta, *gates, state, documents,
             out_specs=(spec_of(v), PartitionSpec(rows, None, heads, None, None)),
         )  # fmt: skip
 

@@ -22,12 +22,18 @@ from flax import nnx
 from k3jax.config import MLAConfig
 from k3jax.layers.attention import Visibility, attend, causal
 from k3jax.layers.documents import Documents
-from k3jax.layers.linear import gain, matrix, merge_heads, project, rms_norm, split_heads
+from k3jax.layers.linear import (
+    gain,
+    matmul,
+    matrix,
+    merge_heads,
+    project,
+    rms_norm,
+    split_heads,
+)
 from k3jax.layers.row_cache import empty, grow, write
 from k3jax.layers.stats import Max, Stats
-from k3jax.parallel.local import local
 from k3jax.params import declare, weight
-from k3jax.sharding import spec_of, under_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -152,11 +158,15 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Attention with keys and values per head: `o [B, T, H, V]` and `max_logit [H]`."""
         config = self.config
-        latent, shared = jnp.split(latents, [config.kv_lora_rank], -1)
-        kv = split_heads(project(latent, self.kv_up), config.heads)
-        own, v = jnp.split(kv, [config.qk_nope_dim], -1)
-        k = local(_keys, own, shared, out_specs=spec_of(own) if under_mesh() else None)
-        return attend(q, k, v, seen, self._scale)
+
+        def keys_values(latents: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+            latent, shared = jnp.split(latents, [config.kv_lora_rank], -1)
+            heads = up.shape[-1] // (config.qk_nope_dim + config.value_dim)
+            own, v = jnp.split(split_heads(matmul(latent, up), heads), [config.qk_nope_dim], -1)
+            return _keys(own, shared), v
+
+        up = weight(self.kv_up, latents.dtype)
+        return attend(q, (latents,), seen, self._scale, keys_values, (up,))
 
     def _absorbed(
         self, q: jax.Array, latents: jax.Array, seen: Visibility
@@ -170,7 +180,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q = jnp.concatenate([_einsum("bthn,rhn->bthr", own, up_k), rest], -1)
         k = latents[:, :, None]
         # The shared key part is summed too and dropped: slicing it off here would copy the cache.
-        o, max_logit = attend(q, k, k, seen, self._scale)
+        o, max_logit = attend(q, (k,), seen, self._scale, lambda k: (k, k))
         return _einsum("bthr,rhv->bthv", o[..., :rank], up_v.astype(o.dtype)), max_logit
 
 

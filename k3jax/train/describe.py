@@ -1,38 +1,47 @@
-"""What `--dry_run` prints: settings, the table of parameters, and what a token costs."""
+"""What `--dry_run` prints: settings, the table of parameters, and what tokens and devices bear."""
 
 from __future__ import annotations
 
 import math
 
-from flax import nnx
+import jax
+from jax.sharding import NamedSharding
 
 from k3jax.config import ExperimentConfig, OptimiserConfig
 from k3jax.cost import flops_per_token, parameter_counts
 from k3jax.flags import to_json
-from k3jax.model import Decoder
 from k3jax.optim import rule_of
-from k3jax.params import BalancingState, ParamSpec, specs
+from k3jax.params import ParamSpec, specs
+from k3jax.sharding import Rules, abstract_mesh
+from k3jax.train.loop import decoder_blueprint
+from k3jax.train.state import bytes_per_device
 
 
 def describe(config: ExperimentConfig) -> str:
     """The resolved configuration as JSON, one line per parameter, totals and FLOPs per token.
 
-    Nothing is allocated.
+    Nothing is allocated, and the mesh needs no devices. Raises `ValueError` where it does not
+    divide the model.
     """
-    model = Decoder(config.model, rngs=None)
-    _, *states = nnx.split(model, nnx.Param, BalancingState)
-    params, balancing = states
+    mesh = abstract_mesh(config.mesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        plan = decoder_blueprint(config)
+        state = plan.abstract()
     ruled = [
-        *((path, spec, _rule(spec, config.optimiser)) for path, spec in specs(params)),
-        *((path, spec, "balancing") for path, spec in specs(balancing)),
+        *((path, spec, _rule(spec, config.optimiser)) for path, spec in specs(plan.params)),
+        *((path, spec, "balancing") for path, spec in specs(plan.balancing)),
     ]
-    rows = [("parameter", "shape", "axes", "rule", "decay", "bytes")]
+    rows = [("parameter", "shape", "axes", "rule", "decay", "bytes", "split", "bytes per device")]
     size = 0
     for path, spec, rule in ruled:
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
         axes = ", ".join(axis or "-" for axis in spec.axes)
-        shape = " x ".join(map(str, spec.shape))
-        rows.append((path, shape, axes, rule, "yes" if spec.decay else "no", f"{nbytes:,}"))
+        layout = NamedSharding(mesh, Rules().spec(spec.axes))
+        split = ", ".join(axis if mesh.shape.get(axis, 1) > 1 else "-" for axis in layout.spec)
+        own = math.prod(layout.shard_shape(spec.shape)) * spec.dtype.itemsize
+        figures = f"{nbytes:,}", split, f"{own:,}"
+        decay = "yes" if spec.decay else "no"
+        rows.append((path, " x ".join(map(str, spec.shape)), axes, rule, decay, *figures))
         size += nbytes
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
@@ -40,12 +49,15 @@ def describe(config: ExperimentConfig) -> str:
         for row in rows
     ]
     counts = parameter_counts(config.model)
+    learned = bytes_per_device((state.params, state.balancing))
     return "\n".join(
         [
             to_json(config),
             *table,
             "",
             f"parameters: {counts.total:,} in total, {counts.active:,} active, {size:,} bytes",
+            f"bytes per device, {math.prod(mesh.shape.values())} devices: {learned:,} of parameters,"
+            f" {bytes_per_device(state.opt_state):,} of optimiser state",
             *_stages(config),
         ]
     )

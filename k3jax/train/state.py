@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from k3jax.config import OptimiserConfig
 from k3jax.optim import make_optimiser
@@ -56,15 +63,19 @@ class Blueprint:
         return jax.jit(self._create)(jax.random.key(seed))
 
     def abstract(self) -> TrainState:
-        """The shapes, dtypes and shardings of `create`'s result."""
+        """The shapes, dtypes and shardings of `create`'s result; the mesh may be an abstract one."""
+        mesh: Mesh | AbstractMesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            mesh = jax.sharding.get_abstract_mesh()
 
         def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if not under_mesh():
                 return leaf.update(sharding=SingleDeviceSharding(jax.devices()[0]))
             spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
-            return leaf.update(sharding=NamedSharding(jax.sharding.get_mesh(), spec))
+            return leaf.update(sharding=NamedSharding(mesh, spec))
 
-        return jax.tree.map(placed, jax.eval_shape(self._create, jax.random.key(0)))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.tree.map(placed, jax.eval_shape(self._create, key))
 
     def _create(self, key: jax.Array) -> TrainState:
         rng, init = jax.random.split(key)
@@ -82,6 +93,16 @@ def blueprint(build: Build, config: OptimiserConfig, steps: int) -> Blueprint:
     graphdef, *states = nnx.split(build(None), nnx.Param, BalancingState)
     params, balancing = states
     return Blueprint(build, graphdef, params, balancing, make_optimiser(config, steps, params))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of the arrays of `tree`, or of shapes with shardings, on the device that holds most."""
+
+    def size(leaf: Any) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _laid_out(like: nnx.State, state: nnx.State) -> nnx.State:

@@ -7,6 +7,8 @@ scan over rematerialised spans is as good as a hand-written VJP and as lean: the
 state per span are saved.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -15,7 +17,7 @@ from ..checks import fail
 from ..vma import vary_together
 from . import chunked, recurrent
 from .pairs import einsum
-from .spec import check, with_rank
+from .spec import Inputs, Spec, check, with_rank
 
 
 def linear_attention(
@@ -47,8 +49,29 @@ def linear_attention(
     """
     if implementation not in (None, "chunked", "recurrent"):
         fail("implementation", f"{implementation!r} is none of chunked, recurrent")
+    spec, inputs = describe(
+        q,
+        k,
+        v,
+        gate,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        max_documents=max_documents,
+        return_final_state=return_final_state,
+    )
+    inputs = vary_together(inputs)
+    if implementation == "recurrent":
+        return recurrent.scan_tokens(spec, inputs, _token_step)
+    return run(spec, inputs)
+
+
+def describe(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, gate: ArrayLike | None, **options: Any
+) -> tuple[Spec, Inputs]:
+    """A checked call of `linear_attention`, whose other arguments are `options`."""
     v = with_rank("v", v, "[B, T, HV, V]")
-    spec, inputs = check(
+    return check(
         q,
         k,
         v,
@@ -60,16 +83,13 @@ def linear_attention(
         beta_form="value",
         lower_bound=-1.0,
         qk_l2norm=False,
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        max_documents=max_documents,
-        return_final_state=return_final_state,
+        **options,
     )
-    inputs = vary_together(inputs)
-    if implementation == "recurrent":
-        return recurrent.scan_tokens(spec, inputs, _token_step)
-    return chunked.by_chunks(spec, inputs, _scan)
+
+
+def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    """`linear_attention` of a checked call, chunk by chunk."""
+    return chunked.by_chunks(spec, x, _scan)
 
 
 def _token_step(S, q, k, v, g, beta):

@@ -11,6 +11,7 @@ the new document.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,9 +21,9 @@ from jax.typing import ArrayLike
 
 from ..checks import as_array, concrete, fail
 from ..vma import vary_together
-from . import chunked, documents
+from . import chunked, documents, linear
 from .pairs import einsum
-from .spec import check, width, with_rank
+from .spec import Inputs, Spec, check, width, with_rank
 
 
 class SpanMap(NamedTuple):
@@ -83,6 +84,43 @@ def span_map(
         max_documents=max_documents,
         return_final_state=False,
     )
+    return _map(spec, x, document_before, chunked.run)
+
+
+def linear_span_map(
+    k: ArrayLike,
+    v: ArrayLike,
+    gate: ArrayLike | None = None,
+    *,
+    initial_state: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    max_documents: int = 1,
+    document_before: ArrayLike | None = None,
+) -> SpanMap:
+    """As `span_map`, for `linear_attention`, whose arguments these are, without q."""
+    k = with_rank("k", k, "[B, T, H, K]")
+    width("k", k.shape[-1], "K")
+    spec, x = linear.describe(
+        k,
+        k,
+        v,
+        gate,
+        scale=None,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        max_documents=max_documents,
+        return_final_state=False,
+    )
+    return _map(spec, x, document_before, linear.run)
+
+
+def _map(
+    spec: Spec,
+    x: Inputs,
+    document_before: ArrayLike | None,
+    run: Callable[[Spec, Inputs], tuple[jax.Array, jax.Array | None]],
+) -> SpanMap:
+    """The map of a checked call; `run` is the recurrence over a row."""
     before = _check_before(document_before, x.segment_ids, spec.batch)
     x, before = vary_together((x, before))
     ids = x.segment_ids
@@ -106,7 +144,7 @@ def span_map(
         return_final_state=True,
     )
     inputs = x._replace(tokens=x.tokens._replace(v=wide), initial_state=start, segment_ids=ids)
-    _, end = chunked.run(one, vary_together(inputs))
+    _, end = run(one, vary_together(inputs))
     assert end is not None
     N, M = end[:, 0, ..., : spec.value_width], end[:, 0, ..., spec.value_width :]
     if ids is None:

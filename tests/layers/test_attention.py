@@ -238,8 +238,8 @@ def test_on_the_mesh():
 
     @jax.jit
     def run(q, k, v, do, ids):
-        fn = partial(attend, seen=causal(documents_of(ids)), scale=SCALE)
-        (o, max_logit), vjp = jax.vjp(fn, q, k, v)
+        seen = causal(documents_of(ids))
+        (o, max_logit), vjp = jax.vjp(lambda q, k, v: attend(q, (k, v), seen, SCALE), q, k, v)
         return o, max_logit, *vjp((do, jnp.zeros_like(max_logit)))
 
     with jax.set_mesh(make_mesh()):
