@@ -185,20 +185,23 @@ def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
     return jnp.matmul(hidden, head, precision=precision, preferred_element_type=wide)
 
 
-def token_nll(model: Decoder, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Negative log-likelihood of `targets [B, T]` given `hidden [B, T, d]`: `[B, T]`, in nats.
+def token_scores(
+    model: Decoder, hidden: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the model makes of `targets [B, T]` given `hidden [B, T, d]`, `[B, T]` each.
 
-    At most `_LOSS_TOKENS` tokens have their logits in memory at one time, in the backward pass too.
+    The negative log-likelihood in nats, and whether no other token is more probable (bool). At most
+    `_LOSS_TOKENS` tokens have their logits in memory at one time, in the backward pass too.
     """
     head = model.head_matrix()
     axis = spec_of(head)[1] if under_mesh() else None
-    nll = functools.partial(_blockwise_nll, axis=axis)
-    return local(nll, hidden, head, targets, out_specs=spec_of(targets))
+    scores = functools.partial(_blockwise_scores, axis=axis)
+    return local(scores, hidden, head, targets, out_specs=(spec_of(targets),) * 2)
 
 
-def _blockwise_nll(
+def _blockwise_scores(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, axis: str | None
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Of this device's tokens; where the vocabulary is split over `axis`, `head` is its part.
 
     Of the logits only sums and maxima per token leave a device.
@@ -210,7 +213,7 @@ def _blockwise_nll(
     first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]
 
     @jax.checkpoint
-    def nll(block):
+    def score(block):
         rows, labels = block
         logits = _logits(rows, head)
         top = jax.lax.stop_gradient(logits.max(axis=1))
@@ -220,22 +223,23 @@ def _blockwise_nll(
         picked = jnp.take_along_axis(logits, place[:, None], axis=1, mode="clip")[:, 0]
         sums = jnp.exp(logits - top[:, None]).sum(axis=1), jnp.where(inside, picked, 0)
         total, picked = sums if axis is None else jax.lax.psum(sums, axis)
-        return top + jnp.log(total) - picked
+        return top + jnp.log(total) - picked, picked >= top
 
     rows = jnp.pad(hidden.reshape(count, width), ((0, spare), (0, 0)))
     rows = rows.reshape(blocks, size, width)
     labels = jnp.pad(targets.reshape(count), (0, spare)).reshape(blocks, size)
-    return jax.lax.map(nll, (rows, labels)).reshape(-1)[:count].reshape(targets.shape)
+    scores = jax.lax.map(score, (rows, labels))
+    return jax.tree.map(lambda x: x.reshape(-1)[:count].reshape(targets.shape), scores)
 
 
 def next_token_loss(
     model: Decoder, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`(sum of weighted nll, sum of weights)`: their quotient over all micro-batches is the loss.
+    """`(sum of weighted nll, sum of the weights of targets that are the most probable token)`.
 
     `weights [B, T]` are zero where a target is padding, masked, or another document's first token.
     """
-    nll = token_nll(model, hidden, targets)
+    nll, correct = token_scores(model, hidden, targets)
     weights = weights.astype(nll.dtype)
     # A masked target may sit on a hidden state that means nothing: its loss must not leak as NaN.
-    return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(weights)
+    return jnp.sum(jnp.where(weights > 0, nll * weights, 0)), jnp.sum(correct * weights)

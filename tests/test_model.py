@@ -23,7 +23,7 @@ from k3jax.config import (
 )
 from k3jax.cost import parameter_counts
 from k3jax.layers.documents import documents_of
-from k3jax.model import Decoder, next_token_loss, token_nll
+from k3jax.model import Decoder, next_token_loss, token_scores
 from k3jax.params import BalancingState, count, specs
 from k3jax.sharding import activation_spec, make_mesh
 from tests.layers.rows import relative_rms
@@ -89,8 +89,8 @@ def loss_of(graphdef):
         model = nnx.merge(graphdef, params, balancing)
         documents = documents_of(batch["segment_ids"])
         hidden, _, _ = model.hidden(batch["inputs"], documents=documents)
-        total, weight = next_token_loss(model, hidden, batch["targets"], batch["weights"])
-        return total / weight
+        total, _ = next_token_loss(model, hidden, batch["targets"], batch["weights"])
+        return total / jnp.sum(batch["weights"])
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -177,11 +177,15 @@ def test_loss_is_the_cross_entropy_of_the_logits():
         targets = jnp.asarray(rng.integers(0, VOCAB, (3, 700)), jnp.int32)
         logits = hidden @ model.head[...]
         wanted = -jax.nn.log_softmax(logits)[np.arange(3)[:, None], np.arange(700), targets]
-        assert relative_rms(jax.jit(token_nll)(model, hidden, targets), wanted) < 1e-12
+        hits = logits.argmax(-1) == targets
+        nll, correct = jax.jit(token_scores)(model, hidden, targets)
+        assert relative_rms(nll, wanted) < 1e-12
+        assert (correct == hits).all() and correct.any()
         weights = jnp.asarray(rng.integers(0, 3, (3, 700)), jnp.float32)
         spoiled = jnp.where(weights[..., None] > 0, hidden, jnp.nan)
-        total, weight = next_token_loss(model, spoiled, targets, weights)
-        assert abs(total - (weights * wanted).sum()) < 1e-9 and weight == weights.sum()
+        total, right = next_token_loss(model, spoiled, targets, weights)
+        assert abs(total - (weights * wanted).sum()) < 1e-9
+        assert right == (weights * hits).sum()
 
 
 def test_no_tokens():
@@ -190,7 +194,8 @@ def test_no_tokens():
     cache = model.empty_cache(2, 3)
     logits, after, _ = jax.eval_shape(lambda t: model(t, cache=cache), tokens)
     assert logits.shape == (2, 0, VOCAB) and jax.tree.structure(after) == jax.tree.structure(cache)
-    assert token_nll(model, jnp.zeros((2, 0, 16)), tokens).shape == (2, 0)
+    for scores in token_scores(model, jnp.zeros((2, 0, 16)), tokens):
+        assert scores.shape == (2, 0)
 
 
 def test_wrong_calls_are_refused_in_one_line():

@@ -111,7 +111,7 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
                 state = loop.run(
                     state,
                     run_step,
-                    lambda state, stage: _bits_per_byte(
+                    lambda state, stage: _validation(
                         config, evaluate, state, held_out[stage], share
                     ),
                 )
@@ -153,7 +153,7 @@ class _Loop:
         self,
         state: TrainState,
         run_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
-        validate: Callable[[TrainState, int], float],
+        validate: Callable[[TrainState, int], dict[str, float]],
     ) -> TrainState:
         """The state after the last step, or after the step in which a signal came."""
         train, start = self.config.train, int(state.step)
@@ -222,10 +222,13 @@ class _Loop:
             place |= {"stage": number + 1, "sequence_length": length}
         return place
 
-    def _validate(self, step: int, bits_per_byte: float) -> None:
-        self._write(step, self._place_of(step) | {"validation_bits_per_byte": bits_per_byte})
+    def _validate(self, step: int, figures: dict[str, float]) -> None:
+        self._write(step, self._place_of(step) | figures)
         if self.metrics is not None:
-            tqdm.write(f"step {step}: validation {bits_per_byte:.3f} bits per byte")
+            bits, accuracy = figures.values()
+            tqdm.write(
+                f"step {step}: validation {bits:.3f} bits per byte, {accuracy:.1%} of tokens right"
+            )
         self._watch.start(step)
 
     def _write(self, step: int, record: dict[str, float]) -> None:
@@ -267,18 +270,26 @@ def _check_drops(moe: MoEConfig, dropped: float, where: str) -> None:
         )
 
 
-def _bits_per_byte(
+def _validation(
     config: ExperimentConfig,
     evaluate: Callable[..., Any],
     state: TrainState,
     batches: Iterable[dict[str, np.ndarray]],
     share: tuple[int, int],
-) -> float:
+) -> dict[str, float]:
+    """The figures of all held-out `batches` together."""
     spec = PartitionSpec(BATCH, SEQUENCE)
     found = jax.device_get([evaluate(state, placed(batch, spec, share)) for batch in batches])
-    bits, size, dropped = np.sum(np.asarray(found, np.float64), axis=0)
-    _check_drops(config.model.moe, dropped, "validation")
-    return float(bits / size) if size else math.nan
+    total = {name: sum(float(batch[name]) for batch in found) for name in found[0]}
+    _check_drops(config.model.moe, total["dropped"], "validation")
+    return {
+        "validation_bits_per_byte": _ratio(total["bits"], total["bytes"]),
+        "validation_accuracy": _ratio(total["correct"], total["targets"]),
+    }
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return top / bottom if bottom else math.nan
 
 
 def _report(

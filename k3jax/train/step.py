@@ -32,14 +32,17 @@ type Rebalance = Callable[[nnx.State, Stats], nnx.State]
 
 
 def decoder_loss(graphdef: nnx.GraphDef) -> Loss:
-    """The loss of a decoder: `(sum of weighted nll in nats, stats)` of one micro-batch."""
+    """The loss of a decoder: `(sum of weighted nll in nats, stats)` of one micro-batch.
+
+    Its own entry in the stats, `correct`, is the weight of the targets that it finds most probable.
+    """
 
     def loss(params: nnx.State, balancing: nnx.State, batch: Batch) -> tuple[jax.Array, Stats]:
         model = nnx.merge(graphdef, params, balancing)
         documents = documents_of(batch["segment_ids"])
         hidden, _, stats = model.hidden(batch["inputs"], documents=documents)
-        nll, _ = next_token_loss(model, hidden, batch["targets"], batch["weights"])
-        return nll, stats
+        nll, correct = next_token_loss(model, hidden, batch["targets"], batch["weights"])
+        return nll, stats | {"correct": Sum(correct)}
 
     return loss
 
@@ -56,8 +59,8 @@ def make_step(
 
     A step whose loss or gradient is not finite changes nothing but the counts. `token_bytes
     [vocab]` are the bytes each token stands for; `qk_clip` limits attention logits, 0 does not.
-    Metrics are scalars: `loss` in nats per token, `bits_per_byte`, `grad_norm`, `learning_rate`,
-    `dropped_steps` (so far); where there are experts, `expert_load` (largest load over mean load,
+    Metrics are scalars: `loss` in nats per token, `bits_per_byte`, `accuracy`, `grad_norm`,
+    `learning_rate`, `dropped_steps` (so far); where there are experts, `expert_load` (largest load over mean load,
     of the layer in which it is worst) and `dropped_routes` (those that found no room on their way
     to an expert, of all layers); where there is softmax attention, what `clip_logits` finds.
     """
@@ -91,6 +94,7 @@ def make_step(
         metrics = {
             "loss": mean,
             "bits_per_byte": mean * weight / math.log(2) / jnp.maximum(size, 1),
+            "accuracy": stats["correct"].value * share,
             "grad_norm": norm,
             "learning_rate": schedule(state.step - state.skipped),
             "dropped_steps": skipped,
@@ -104,16 +108,22 @@ def make_step(
 
 def make_evaluation(
     loss: Loss, token_bytes: np.ndarray
-) -> Callable[[TrainState, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
-    """A compiled function from state and `[rows, T]` batch to three scalars.
+) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
+    """A compiled function from state and `[rows, T]` batch to sums over its targets.
 
-    They are nll in bits, target bytes, and how many routes to experts were dropped.
+    They are `bits`, `bytes`, `targets` (their weight), `correct` of them, and `dropped`: how many
+    routes to experts were.
     """
 
-    def evaluate(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def evaluate(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
         nll, stats = loss(state.params, state.balancing, batch)
-        dropped = _expert_metrics(stats).get("dropped_routes", jnp.float32(0))
-        return nll / math.log(2), target_bytes(batch, token_bytes), dropped
+        return {
+            "bits": nll / math.log(2),
+            "bytes": target_bytes(batch, token_bytes),
+            "targets": jnp.sum(batch["weights"]),
+            "correct": stats["correct"].value,
+            "dropped": _expert_metrics(stats).get("dropped_routes", jnp.float32(0)),
+        }
 
     return jax.jit(evaluate)
 

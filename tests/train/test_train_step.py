@@ -55,13 +55,17 @@ def test_metrics(single):
     batch = stub_batch(np.random.default_rng(0))
     state = plan.create(0)
     flat = {name: x.reshape(4, -1) for name, x in batch.items()}
-    bits, size, dropped = make_evaluation(stub_loss(plan.graphdef), TOKEN_BYTES)(state, flat)
-    assert float(dropped) == 0
+    found = make_evaluation(stub_loss(plan.graphdef), TOKEN_BYTES)(state, flat)
+    bits, size = found["bits"], found["bytes"]
+    assert float(found["dropped"]) == 0
+    assert float(found["targets"]) == pytest.approx(batch["weights"].sum(), rel=1e-6)
     _, metrics = step(state, batch)
     total = batch["weights"].sum()
     size_here = (TOKEN_BYTES[batch["targets"]] * batch["weights"]).sum()
     assert float(size) == pytest.approx(size_here, rel=1e-6)
     assert float(metrics["bits_per_byte"]) == pytest.approx(float(bits / size), rel=1e-5)
+    right = float(found["correct"] / found["targets"])
+    assert 0 < right < 1 and float(metrics["accuracy"]) == pytest.approx(right, rel=1e-5)
     assert float(metrics["loss"]) == pytest.approx(float(bits) * math.log(2) / total, rel=1e-5)
     load = np.bincount(batch["inputs"].ravel() % 4, minlength=4)
     assert float(metrics["expert_load"]) == pytest.approx(load.max() / load.mean(), rel=1e-6)
