@@ -60,9 +60,10 @@ def make_step(
     A step whose loss or gradient is not finite changes nothing but the counts. `token_bytes
     [vocab]` are the bytes each token stands for; `qk_clip` limits attention logits, 0 does not.
     Metrics are scalars: `loss` in nats per token, `bits_per_byte`, `accuracy`, `grad_norm`,
-    `learning_rate`, `dropped_steps` (so far); where there are experts, `expert_load` (largest load over mean load,
-    of the layer in which it is worst) and `dropped_routes` (those that found no room on their way
-    to an expert, of all layers); where there is softmax attention, what `clip_logits` finds.
+    `learning_rate`, `dropped_steps` (so far); where there are experts, `expert_load` (largest load
+    over mean load, of the layer in which it is worst) and `dropped_routes` (those that found no
+    room on their way to an expert, of all layers); where there is softmax attention, what
+    `clip_logits` finds.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
