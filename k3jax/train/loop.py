@@ -66,12 +66,13 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
         shards = {"process_index": share[0], "process_count": share[1]}
         require_equal("data.sources", load_corpus(config.data, cache_dir).digest)
         data = make_train_iterator(config.data, cache_dir, **shards)
-        held_out = [
-            validation_batches(
-                config.data.during(stage), cache_dir, config.train.eval_batches, **shards
-            )
-            for stage in config.data.schedule()
-        ]
+
+        @functools.lru_cache(maxsize=1)
+        def held_out(stage: int) -> list[dict[str, np.ndarray]]:
+            rows = config.data.during(config.data.schedule()[stage])
+            return validation_batches(rows, cache_dir, config.train.eval_batches, **shards)
+
+        held_out(0)  # what is wrong with the data shows now
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         check_vocab(tokenizer, config.model.vocab_size)
         spare = config.model.vocab_size - tokenizer.vocab_size
@@ -110,7 +111,7 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
                 state = loop.run(
                     state,
                     run_step,
-                    lambda state, stage: _bits_per_byte(evaluate, state, held_out[stage], share),
+                    lambda state, stage: _bits_per_byte(evaluate, state, held_out(stage), share),
                 )
         if not vote.now():
             _report(config, workdir, cache_dir, plan, state)
@@ -267,10 +268,10 @@ def _report(
     state: TrainState,
 ) -> None:
     """The plot and the sample, for whoever looks at `workdir` afterwards."""
-    last = config.data.schedule()[config.data.stage_of(config.train.steps)]
-    held_out = validation_batches(config.data.during(last), cache_dir, config.train.eval_batches)
+    data = config.data.during(config.data.schedule()[config.data.stage_of(config.train.steps)])
     baseline = None
     if leading() and config.data.tokenizer == "bytes":
+        held_out = validation_batches(data, cache_dir, config.train.eval_batches)
         baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
     if leading():
@@ -279,8 +280,10 @@ def _report(
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         sample = make_sampler(plan, tokenizer.vocab_size, TEMPERATURE)
         rows = int(np.prod([getattr(config.mesh, axis) for axis in BATCH]))
-        real = held_out[0]["segment_ids"][0, :PROMPT] > 0  # padding may end a row
-        prompt = np.tile(held_out[0]["inputs"][0, :PROMPT][real], (rows, 1))
+        one_row = dataclasses.replace(data, batch_size=1)
+        (first,) = validation_batches(one_row, cache_dir, 1)
+        real = first["segment_ids"][0, :PROMPT] > 0  # padding may end a row
+        prompt = np.tile(first["inputs"][0, :PROMPT][real], (rows, 1))
         drawn = sample(state, prompt, count, state.rng)
         if not leading():
             return
