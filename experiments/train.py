@@ -12,9 +12,11 @@ On many hosts every process runs the same command, with one `--workdir` that all
 
 from __future__ import annotations
 
+import contextlib
 import logging as python_logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -67,16 +69,19 @@ def main(arguments: list[str]) -> int:
         if stray := arguments[1:]:
             raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
         return run()
-    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        alone = not jax.distributed.is_initialized()
-        if verbose or (alone and isinstance(error, jax.errors.JaxRuntimeError)):
+    except BaseException as error:
+        together = jax.distributed.is_initialized()
+        lost = together and isinstance(error, jax.errors.JaxRuntimeError)
+        expected = lost or isinstance(error, ValueError | OSError | MemoryError)
+        if not together and (verbose or not expected):
             raise
-        line = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            line = f"process {jax.process_index()}: stopped, {line.splitlines()[0]}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if not alone:  # leaving in good order would mean to wait for the others
+        line = str(error).splitlines()[0] if lost else str(error)
+        where = f"process {jax.process_index()}: stopped, " if lost else ""
+        with contextlib.suppress(OSError):  # whoever read the output may be gone too
+            if verbose or not expected:
+                traceback.print_exc()
+            print(f"error: {where}{line}", file=sys.stderr, flush=True)
+        if together:  # leaving in good order would mean to wait for the others
             os._exit(2)
         return 2
 
