@@ -4,7 +4,7 @@
     python -m experiments.evaluate --workdir=runs/recall --suite=recall,needle --lengths=1,2,4,8
 
 A suite is `perplexity` (held-out text of the run) or a task of `k3jax.data.tasks`, with options as
-in `data.sources`: `recall:pairs=16`. Lengths are multiples of the rows that the run trained on. The
+in `data.sources`: `recall:pairs=16`. `--set mesh.data=4` and the like lay the model out. Lengths are multiples of the rows that the run trained on. The
 newest intact checkpoint is taken; `evaluation/SUITE.json` and `.png` are written in the workdir.
 Bad input ends in one line and exit code 2.
 """
@@ -19,24 +19,23 @@ from absl import flags
 from experiments.program import corpora, launch
 from k3jax.data.tasks import PREFIX
 from k3jax.evals import figures, suites
+from k3jax.flags import define_workdir
 from k3jax.train.restored import Restored, restored
 
-WORKDIR = flags.DEFINE_string("workdir", None, "The directory of the run.")
 SUITES = flags.DEFINE_list("suite", ["perplexity"], "perplexity, or tasks; see above.")
 LENGTHS = flags.DEFINE_list("lengths", ["1", "2", "4", "8"], "Of tasks, in rows of the training.")
 ROWS = flags.DEFINE_integer("rows", 64, "Rows per length of a task.")
-SET = flags.DEFINE_multi_string("set", [], "path.to.leaf=value, such as mesh.data=4; may repeat.")
 
 
 def run() -> int:
-    if not WORKDIR.value:
+    if not flags.FLAGS.workdir:
         raise ValueError("--workdir: missing, must name the directory of a run")
     if not all(text.isdecimal() and int(text) > 0 for text in LENGTHS.value):
         raise ValueError(f"--lengths = {','.join(LENGTHS.value)}: must be positive whole numbers")
     if ROWS.value < 1:
         raise ValueError(f"--rows = {ROWS.value}: must be at least 1")
-    workdir, cache = Path(WORKDIR.value), corpora()
-    with restored(workdir, cache, SET.value) as model:
+    workdir, cache = Path(flags.FLAGS.workdir), corpora()
+    with restored(workdir, cache, flags.FLAGS.set) as model:
         for suite in SUITES.value:
             found = evaluate(model, cache, suite, [int(text) for text in LENGTHS.value], ROWS.value)
             path = workdir / "evaluation" / f"{suite.replace(':', '-')}.json"
@@ -59,4 +58,5 @@ def evaluate(
 
 
 if __name__ == "__main__":
+    define_workdir()
     launch(run)

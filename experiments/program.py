@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging as python_logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,10 +30,11 @@ def corpora() -> Path:
 def launch(run: Callable[[], int]) -> None:
     """Parses the flags, calls `run` and exits with what it returns, or with 2 for bad input."""
     sys.stdout.reconfigure(errors="replace")  # a sample may be any text, a terminal may be ASCII
-    app.run(functools.partial(_main, run))
+    app.run(functools.partial(main, run))
 
 
-def _main(run: Callable[[], int], arguments: list[str]) -> int:
+def main(run: Callable[[], int], arguments: list[str]) -> int:
+    """`run`, whose expected errors become one line; `arguments` are what no flag has taken."""
     verbose = flags.FLAGS["verbosity"].present
     if not verbose:  # libraries log at length the errors that are one line here
         logging.set_verbosity(logging.FATAL)
@@ -41,15 +44,18 @@ def _main(run: Callable[[], int], arguments: list[str]) -> int:
         if stray := arguments[1:]:
             raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
         return run()
-    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        alone = not jax.distributed.is_initialized()
-        if verbose or (alone and isinstance(error, jax.errors.JaxRuntimeError)):
+    except BaseException as error:
+        together = jax.distributed.is_initialized()
+        lost = together and isinstance(error, jax.errors.JaxRuntimeError)
+        expected = lost or isinstance(error, ValueError | OSError | MemoryError)
+        if not together and (verbose or not expected):
             raise
-        line = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            line = f"process {jax.process_index()}: stopped, {line.splitlines()[0]}"
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if not alone:  # leaving in good order would mean to wait for the others
+        line = str(error).splitlines()[0] if lost else str(error)
+        where = f"process {jax.process_index()}: stopped, " if lost else ""
+        with contextlib.suppress(OSError):  # whoever read the output may be gone too
+            if verbose or not expected:
+                traceback.print_exc()
+            print(f"error: {where}{line}", file=sys.stderr, flush=True)
+        if together:  # leaving in good order would mean to wait for the others
             os._exit(2)
         return 2

@@ -29,9 +29,14 @@ def define(registry: Registry, values: flags.FlagValues = flags.FLAGS) -> None:
     """Define the flags that every program shares."""
     names = ", ".join(sorted(registry))
     flags.DEFINE_string("config", None, f"One of: {names}.", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "Describe the run, do nothing.", flag_values=values)
+    define_workdir(values)
+
+
+def define_workdir(values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define the flags of a program that finds its configuration in a directory."""
     flags.DEFINE_multi_string("set", [], "path.to.leaf=value; may repeat.", flag_values=values)
     flags.DEFINE_string("workdir", None, "Where a run writes and resumes.", flag_values=values)
-    flags.DEFINE_bool("dry_run", False, "Describe the run, do nothing.", flag_values=values)
 
 
 def resolve(registry: Registry, values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:

@@ -104,18 +104,23 @@ def _alike(
 
 
 def _batches(members: dict[int, _Member], devices: int) -> list[list[int]]:
-    """Which parameters are dealt out together: alone where they divide, else about one a device."""
-    batches, open_batch, count = [], [], 0
+    """Which parameters are dealt out together: alone where they divide, else one matrix a device.
+
+    A batch is full when one more parameter would be a second round; the last may be small.
+    """
+    batches: list[list[int]] = []
+    rest: list[int] = []
+    count = 0
     for i, member in members.items():
         if member.count % devices == 0:
             batches.append([i])
             continue
-        open_batch.append(i)
+        if 2 * count >= devices and count + member.count > devices:
+            batches.append(rest)
+            rest, count = [], 0
+        rest.append(i)
         count += member.count
-        if count >= devices:
-            batches.append(open_batch)
-            open_batch, count = [], 0
-    return batches + ([open_batch] if open_batch else [])
+    return batches + ([rest] if rest else [])
 
 
 def _of_shards(
@@ -145,7 +150,7 @@ def _blocks(x: jax.Array, heads: int) -> jax.Array:
     """`[..., in, heads * D]` as `[N, in, D]`."""
     *lead, height, width = x.shape
     x = x.reshape(math.prod(lead), height, heads, width // heads).swapaxes(1, 2)
-    return x.reshape(-1, height, width // heads)
+    return x.reshape(math.prod(lead) * heads, height, width // heads)
 
 
 def _joined(blocks: jax.Array, like: jax.Array, heads: int) -> jax.Array:

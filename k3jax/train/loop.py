@@ -67,12 +67,13 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
         shards = {"process_index": share[0], "process_count": share[1]}
         require_equal("data.sources", load_corpus(config.data, cache_dir).digest)
         data = make_train_iterator(config.data, cache_dir, **shards)
-        held_out = [
-            validation_batches(
-                config.data.during(stage), cache_dir, config.train.eval_batches, **shards
-            )
-            for stage in config.data.schedule()
-        ]
+
+        @functools.lru_cache(maxsize=1)
+        def held_out(stage: int) -> list[dict[str, np.ndarray]]:
+            rows = config.data.during(config.data.schedule()[stage])
+            return validation_batches(rows, cache_dir, config.train.eval_batches, **shards)
+
+        held_out(0)  # what is wrong with the data shows now
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         check_vocab(tokenizer, config.model.vocab_size)
         spare = config.model.vocab_size - tokenizer.vocab_size
@@ -112,7 +113,7 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
                     state,
                     run_step,
                     lambda state, stage: _validation(
-                        config, evaluate, state, held_out[stage], share
+                        config, evaluate, state, held_out(stage), share
                     ),
                 )
         if not vote.now():
@@ -299,11 +300,11 @@ def _report(
     state: TrainState,
 ) -> None:
     """The plot and the sample, for whoever looks at `workdir` afterwards."""
-    last = config.data.schedule()[config.data.stage_of(config.train.steps)]
-    held_out = validation_batches(config.data.during(last), cache_dir, config.train.eval_batches)
+    data = config.data.during(config.data.schedule()[config.data.stage_of(config.train.steps)])
     baseline = None
     has_task = any(name.startswith(PREFIX) for name in config.data.sources)
     if leading() and config.data.tokenizer == "bytes" and not has_task:
+        held_out = validation_batches(data, cache_dir, config.train.eval_batches)
         baseline = baseline_bits_per_byte(config.data, cache_dir, held_out)
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
     if leading():
@@ -315,8 +316,10 @@ def _report(
         roomy = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
         sample = make_sampler(decoder_blueprint(roomy), tokenizer.vocab_size, TEMPERATURE)
         rows = int(np.prod([getattr(config.mesh, axis) for axis in BATCH]))
-        real = held_out[0]["segment_ids"][0, :PROMPT] > 0  # padding may end a row
-        prompt = np.tile(held_out[0]["inputs"][0, :PROMPT][real], (rows, 1))
+        one_row = dataclasses.replace(data, batch_size=1)
+        (first,) = validation_batches(one_row, cache_dir, 1)
+        real = first["segment_ids"][0, :PROMPT] > 0  # padding may end a row
+        prompt = np.tile(first["inputs"][0, :PROMPT][real], (rows, 1))
         drawn = sample(state, prompt, count, state.rng)
         if not leading():
             return

@@ -57,7 +57,10 @@ def make_sampler(
         model = nnx.merge(plan.graphdef, state.params, state.balancing)
         documents = documents_of(jnp.ones_like(tokens))  # laid out as the tokens are
         logits, cache, _ = model(tokens, documents=documents, cache=cache)
-        drawn = jax.random.categorical(key, logits[:, -1, :vocab_size] / temperature)
+        last = logits[:, -1]
+        if under_mesh():  # a vocabulary split over tensor
+            last = jax.sharding.reshard(last, PartitionSpec(BATCH))
+        drawn = jax.random.categorical(key, last[:, :vocab_size] / temperature)
         drawn = drawn.astype(jnp.int32)[:, None]
         first = jax.sharding.reshard(drawn, PartitionSpec()) if under_mesh() else drawn
         return drawn, first[0, 0], cache  # any process can read the replicated one

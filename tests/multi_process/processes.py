@@ -14,6 +14,7 @@ from pathlib import Path
 from k3jax.train.metrics import read_metrics
 
 SETTINGS = [
+    "model.vocab_size=258",  # divides over two devices
     "model.d_model=16",
     "model.layers=1",
     "model.kda_to_full=0:1",

@@ -97,7 +97,7 @@ def test_four_processes_then_two_then_one(home, whole):
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_others_and_a_restart_resumes(home, victim):
-    settings = ("mesh.fsdp=2", "train.steps=300")
+    settings = ("mesh.fsdp=2", "train.steps=60")
     if not (home / "unbroken").exists():
         run(home, "unbroken", 2, 1, *settings)
     name = f"without-{victim}"

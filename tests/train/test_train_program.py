@@ -13,7 +13,8 @@ import pytest
 from absl import flags
 
 from configs import CONFIGS
-from experiments import train as program
+from experiments import train
+from experiments.program import main
 from k3jax.data import pipeline
 from k3jax.flags import define, override
 from k3jax.sharding import make_mesh
@@ -222,7 +223,7 @@ def call(home, capsys):
     def run(*options):
         flags.FLAGS.unparse_flags()
         flags.FLAGS["set"].value = []
-        code = program.main(flags.FLAGS(["train", *options]))
+        code = main(train.run, flags.FLAGS(["train", *options]))
         return code, *capsys.readouterr()
 
     return run

@@ -1,0 +1,140 @@
+"""`python -m experiments.ablate` and `experiments.evaluate` whole, on models that compile quickly."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.studies import NAMES
+from tests.train.test_train_program import SETTINGS, home  # noqa: F401
+
+SHORT = [*SETTINGS, "train.steps=6", "train.sample_tokens=0", "train.checkpoint_every=2"]
+# What a study needs of the model that it varies.
+NEEDS = {
+    "kda_mla_ratio": ["model.layers=16"],
+    "residual": ["model.layers=4", "model.kda_to_full=3:1"],
+    "full_attention": ["model.layers=2", "model.kda_to_full=1:1", "model.gqa.head_dim=8"],
+    "latent_width": ["model.d_model=128"],
+    "lineage": ["model.kda.heads=1", "model.kda.key_dim=16", "model.kda.value_dim=16"],
+    "output_gate": ["model.d_model=64"],
+}
+
+
+def command(program, home, workdir, settings, *options):
+    return [
+        sys.executable, "-m", f"experiments.{program}", f"--workdir={workdir}",
+        f"--cache_dir={home / 'cache'}", *(f"--set={setting}" for setting in settings), *options,
+    ]  # fmt: skip
+
+
+def ablate(home, workdir, study, *more):
+    source = [] if study == "lineage" else [f"data.sources={home / 'text'}"]
+    settings = [*SHORT, *source, *NEEDS.get(study, [])]
+    return command(
+        "ablate", home, workdir, settings, f"--study={study}", "--config=nano", "--seeds=1", *more
+    )
+
+
+def run(arguments):
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+    done = subprocess.run(
+        arguments, env=quick, capture_output=True, text=True, timeout=900, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def same_but_times(one, other):
+    """Whether two finished studies left the same report, table and plots."""
+    for name in ("report.md", "results.csv", "loss.png", "axis.png"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_a_study_killed_and_started_again_gives_the_same_report(home, tmp_path):  # noqa: F811
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    code, output, errors = run(ablate(home, whole, "decay_gate"))
+    assert code == 0, errors
+    assert "# decay_gate" in output and "not told apart from it: softplus" in output
+    rows = list(csv.DictReader((whole / "results.csv").open()))
+    assert [row["label"] for row in rows] == ["softplus", "bounded"]
+    assert all(0 < float(row["validation_bits_per_byte"]) < 9 for row in rows)
+
+    killed = subprocess.Popen(
+        ablate(home, broken, "decay_gate"),
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    first = broken / "runs" / "softplus-seed0"
+    while killed.poll() is None and not (first / "checkpoints" / "2").exists():
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (broken / "report.md").exists()
+    code, _, errors = run(ablate(home, broken, "decay_gate"))
+    assert code == 0, errors
+    same_but_times(whole, broken)
+
+    code, _, errors = run(ablate(home, whole, "activation"))
+    assert code == 2 and "holds the study 'decay_gate', not 'activation'" in errors
+    assert errors.count("\n") == 1
+
+    evaluated = command(
+        "evaluate", home, whole / "runs" / "bounded-seed0", [], "--suite=perplexity,recall",
+        "--lengths=1,2", "--rows=6",
+    )  # fmt: skip
+    code, output, errors = run(evaluated)
+    assert code == 0, errors
+    folder = whole / "runs" / "bounded-seed0" / "evaluation"
+    found = json.loads((folder / "perplexity.json").read_text())
+    result = json.loads((whole / "runs" / "bounded-seed0" / "result.json").read_text())
+    assert found["step"] == 6
+    assert found["bits_per_byte"] == pytest.approx(result["validation_bits_per_byte"], rel=1e-5)
+    found = json.loads((folder / "recall.json").read_text())
+    assert [entry["length"] for entry in found["lengths"]] == [32, 64]
+    assert (folder / "recall.png").exists() and "accuracy" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("study", NAMES)
+def test_every_study_runs_to_its_report(home, tmp_path, study):  # noqa: F811
+    code, output, errors = run(ablate(home, tmp_path / study, study))
+    assert code == 0, errors
+    assert f"# {study}" in output and "By validation_" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--study=ratio", "--config=nano"], "--study = 'ratio': must be one of"),
+        (["--study=kda_mla_ratio"], "--config: missing"),
+        (["--study=activation", "--config=nano"], "--workdir: missing"),
+        (["--study=activation", "--config=nano", "--seeds=-1"], "--seeds = -1"),
+        (
+            ["--study=kda_mla_ratio", "--config=nano", "--set=model.layers=8", "--dry_run"],
+            "point 15:1: model.kda_to_full = '15:1': needs at least 16 layers",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(options, message):
+    code, output, errors = run([sys.executable, "-m", "experiments.ablate", *options])
+    assert code == 2 and not output
+    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--workdir: missing"),
+        (["--workdir=/nowhere/at/all"], "holds no run"),
+        (["--workdir=.", "--lengths=0"], "--lengths = 0"),
+        (["--workdir=.", "--rows=0"], "--rows = 0"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_one_line(options, message):
+    code, _, errors = run([sys.executable, "-m", "experiments.evaluate", *options])
+    assert code == 2 and message in errors and errors.count("\n") == 1
