@@ -46,11 +46,10 @@ CASES = [
 ]
 FULL = [
     (mesh, transport, {"buffer_factor": factor, "latent_width": width, "top_k": k})
-    for mesh, transport, factor, (width, k) in itertools.product(
+    for mesh, transport, (factor, width, k) in itertools.product(
         (DATA, FSDP, TENSOR, CONTEXT, WIDE),
         ("ring", "padded", "ragged"),
-        (0.0, 1.0),
-        ((8, 3), (0, 1), (8, 7)),
+        ((0.0, 8, 3), (1.0, 0, 1), (1.0, 8, 7)),
     )
 ]
 
