@@ -162,7 +162,7 @@ class MoEConfig:
     sign_rate: float = 1e-3  # step of the sign rule
     bins: int = 1000  # of the quantile histogram
     transport: Transport = "auto"  # of tokens to experts on other devices; auto: fewest bytes
-    buffer_factor: float = 2.0  # room to receive, over a balanced load; 0: for any load
+    buffer_factor: float = 2.0  # room to receive, over a balanced load; 0: for any (few tokens)
     allow_drops: bool = False  # train on where that was too little, in place of an error
 
     def __post_init__(self) -> None:

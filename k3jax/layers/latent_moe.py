@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -16,7 +17,7 @@ from k3jax.layers.linear import gain, matrix, normal, project, rms_norm
 from k3jax.layers.router import QuantileRouter, Routing
 from k3jax.layers.stats import Stats, Sum
 from k3jax.parallel.experts import Bank, Group, choose, name_sum, run_experts
-from k3jax.parallel.local import local
+from k3jax.parallel.local import gathered, local
 from k3jax.params import ParamSpec, declare, weight
 from k3jax.sharding import mesh_axes, spec_of, under_mesh
 from pallas_kernels.dispatch import current_platform
@@ -106,14 +107,15 @@ class LatentMoE(nnx.Module):
         transport = choose(moe, group, current_platform())
         act = activation(self.config.ffn)
 
-        def shard(z, indices, weights, valid, bank):
+        def shard(z, indices, weights, valid, *kernels):
+            bank = Bank(*map(functools.partial(gathered, dtype=z.dtype), kernels, layouts))
             flat, indices, weights = (a.reshape(-1, a.shape[-1]) for a in (z, indices, weights))
             valid = valid.reshape(-1)
             y, dropped = run_experts(flat, indices, weights, valid, bank, act, transport, group)
             return y.reshape(1, *z.shape), dropped[None]
 
-        kernels = self.expert_gate, self.expert_up, self.expert_down
-        bank = Bank(*(weight(kernel, z.dtype) for kernel in kernels))
+        kernels = [v[...] for v in (self.expert_gate, self.expert_up, self.expert_down)]
+        layouts = [spec_of(kernel) for kernel in kernels]
         out_specs = None
         if mesh:
             spec = spec_of(z)
@@ -121,6 +123,6 @@ class LatentMoE(nnx.Module):
             # Devices along the tensor axis have a part of each expert's width, so of each sum.
             out_specs = (PartitionSpec("tensor", *spec), PartitionSpec(mesh_axes(spec)))
         parts, dropped = local(
-            shard, z, routing.indices, routing.weights, real, bank, out_specs=out_specs
+            shard, z, routing.indices, routing.weights, real, *kernels, out_specs=out_specs
         )
         return name_sum(parts.sum(0).astype(z.dtype)), dropped.sum()

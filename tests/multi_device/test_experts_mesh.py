@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from k3jax.config import FeedForwardConfig, MeshConfig, ModelConfig, MoEConfig
 from k3jax.layers.block import DecoderLayer, _layer_function
@@ -22,7 +23,7 @@ from k3jax.layers.documents import documents_of
 from k3jax.layers.latent_moe import LatentMoE
 from k3jax.parallel.experts import ragged
 from k3jax.params import partition_specs
-from k3jax.sharding import activation_spec, make_mesh
+from k3jax.sharding import BATCH, SEQUENCE, activation_spec, make_mesh
 from k3jax.stacking import LayerKind
 from tests.layers.dense_experts import dense_experts
 from tests.layers.rows import relative_rms
@@ -46,13 +47,12 @@ CASES = [
 ]
 FULL = [
     (mesh, transport, {"buffer_factor": factor, "latent_width": width, "top_k": k})
-    for mesh, transport, factor, (width, k) in itertools.product(
+    for mesh, transport, (factor, width, k) in itertools.product(
         (DATA, FSDP, TENSOR, CONTEXT, WIDE),
         ("ring", "padded", "ragged"),
-        (0.0, 1.0),
-        ((8, 3), (0, 1), (8, 7)),
+        ((0.0, 8, 3), (1.0, 0, 1), (1.0, 8, 7)),
     )
-]
+] + [(TENSOR, transport, {}, ("data",)) for transport in ("ring", "padded", "ragged")]
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
@@ -137,8 +137,11 @@ def scenarios(rng, state, mesh):
     yield "padding only", state, x, np.zeros_like(holes)
 
 
-def compare(mesh, transport, changes, rng):
-    """Forward and gradients of the layer on the mesh, to 1e-10, in every scenario."""
+def compare(rng, mesh, transport, changes, batch=BATCH):
+    """Forward and gradients of the layer on the mesh, to 1e-10, in every scenario.
+
+    Rows are split over the axes `batch`: devices along the others have the same tokens.
+    """
     moe = dataclasses.replace(MOE, transport=transport, **changes)
     config = ModelConfig(d_model=D, moe=moe, ffn=FeedForwardConfig(situ_beta=2, situ_linear_beta=3))
     graphdef, shapes = nnx.split(LatentMoE(config, rngs=None))
@@ -175,7 +178,7 @@ def compare(mesh, transport, changes, rng):
         kept = kept_routes(mesh, transport, moe.buffer_factor, chosen, real, moe.top_k)
         with jax.set_mesh(make_mesh(mesh)):
             put = lambda value, spec: jax.device_put(jnp.asarray(value), spec)  # noqa: E731
-            tokens, ids = activation_spec(3), activation_spec(2)
+            ids, tokens = P(batch, SEQUENCE), P(batch, SEQUENCE, None)
             placed = jax.tree.map(put, state, layout)
             args = put(x, tokens), put(real.astype(np.int32), ids), put(ct, tokens)
             y, grads, stats = jax.device_get(layer(placed, *args))
@@ -245,7 +248,7 @@ def main(cases):
     rng = np.random.default_rng(seed)
     for case in cases:
         try:
-            compare(*case, rng)
+            compare(rng, *case)
         except Exception:
             print("seed", seed, file=sys.stderr)
             raise

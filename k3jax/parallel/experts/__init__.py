@@ -55,7 +55,8 @@ class Bank(NamedTuple):
 def choose(moe: MoEConfig, group: Group, platform: str) -> ModuleType:
     """The module of `moe.transport`; "auto" is the one that sends the fewest bytes on `platform`.
 
-    Raises `ValueError` in one line where it cannot serve.
+    Without a mesh there is one device and nothing to move. Raises `ValueError` in one line where
+    the transport cannot serve.
     """
     name = moe.transport
     if name == "auto":

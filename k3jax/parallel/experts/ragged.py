@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from k3jax.parallel.experts.names import name_rows
 from k3jax.parallel.experts.routes import (
     Group,
-    by_expert,
     invert,
+    placement,
     sort_routes,
     starts_of,
     sum_rows,
@@ -59,13 +59,11 @@ def make_plan(indices: jax.Array, valid: jax.Array, group: Group) -> Plan:
 
     counts = jax.lax.all_gather(sizes, group.axis)  # [source, all experts]
     mine = starts_of(counts)  # where a source has an expert's routes, sorted
-    split = (group.devices, group.devices, group.owned)  # [source, device of the expert, expert]
-    start = jnp.swapaxes(by_expert(jnp.swapaxes(counts.reshape(split), 0, 1)), 0, 1)
-    kept = jnp.clip(rows - start, 0, counts.reshape(split))
-    start = jnp.minimum(start, rows)
+    start, kept = placement(counts, rows, group)
+    start = jnp.minimum(start, rows)  # of what does not fit, and is not sent
 
     def pick(a: jax.Array, axis: int) -> jax.Array:
-        part = jax.lax.dynamic_index_in_dim(a.reshape(split), group.me(), axis, keepdims=False)
+        part = jax.lax.dynamic_index_in_dim(a.reshape(kept.shape), group.me(), axis, keepdims=False)
         return part.reshape(-1)
 
     to_me, from_me = (lambda a: pick(a, 1)), (lambda a: pick(a, 0))

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from k3jax.parallel.experts.names import name_rows
 from k3jax.parallel.experts.routes import (
     Group,
-    by_expert,
     chunk_sources,
     invert,
+    placement,
     sort_routes,
     starts_of,
     sum_rows,
@@ -39,20 +39,21 @@ def make_plan(indices: jax.Array, valid: jax.Array, group: Group) -> Plan:
     order, _, counts = sort_routes(indices, valid, group.experts)
     routes = order.shape[0]
     order, counts = (jax.lax.all_gather(a, group.axis) for a in (order, counts))
-    sources = jnp.arange(group.devices, dtype=jnp.int32)[:, None] * routes  # [source, 1]
+    start, kept = placement(counts, rows, group)
+    sources = routes * jnp.arange(group.devices, dtype=jnp.int32)[:, None]
+    mine = (sources + starts_of(counts)).reshape(kept.shape)
 
-    def mine(a: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(a, group.me() * group.owned, group.owned, 1)
+    def to_me(a: jax.Array) -> jax.Array:  # [source, device, expert], in order of my rows
+        return jax.lax.dynamic_index_in_dim(a, group.me(), 1, keepdims=False).T.reshape(-1)
 
-    found = mine(counts)
-    start = by_expert(found)
-    kept = jnp.clip(rows - start, 0, found)
-    chunks = (start, sources + mine(starts_of(counts)), kept)
-    where = chunk_sources(rows, order.size, *(c.T.reshape(-1) for c in chunks))
+    where = chunk_sources(rows, order.size, to_me(start), to_me(mine), to_me(kept))
     route = (order + sources).reshape(-1).at[where].get(mode="fill", fill_value=order.size)
-    sizes = kept.sum(0, dtype=jnp.int32)
-    dropped = (found.sum() - sizes.sum()).astype(jnp.int32)
-    return Plan(sizes, dropped, route, invert(route, order.size))
+    return Plan(
+        sizes=to_me(kept).reshape(group.owned, group.devices).sum(1, dtype=jnp.int32),
+        dropped=(counts[group.me()].sum() - kept[group.me()].sum()).astype(jnp.int32),
+        route=route,
+        slot=invert(route, order.size),
+    )
 
 
 def spread(x: jax.Array, plan: Plan, group: Group, repeat: int) -> jax.Array:

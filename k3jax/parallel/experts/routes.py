@@ -115,9 +115,20 @@ def by_expert(counts: jax.Array) -> jax.Array:
     return jnp.swapaxes(starts.reshape(turned.shape), -1, -2)
 
 
-def take_rows(x: jax.Array, route: jax.Array) -> jax.Array:
-    """What the token of each `route [rows]` has in `x`, which is `[N, ...]`, or `[R, ...]`."""
-    return x.at[route].get(mode="fill", fill_value=0)
+def placement(counts: jax.Array, rows: int, group: Group) -> tuple[jax.Array, jax.Array]:
+    """Where routes go in buffers of `rows`, one for each device, and how many of them fit.
+
+    `counts [D, experts]` are those of every source. Buffers are sorted by expert, then by source;
+    both results are `[source, device, owned]`.
+    """
+    counts = counts.reshape(group.devices, group.devices, group.owned)
+    start = jnp.swapaxes(by_expert(jnp.swapaxes(counts, 0, 1)), 0, 1)
+    return start, jnp.clip(rows - start, 0, counts)
+
+
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`x[index]`, and zero where that is past the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
 
 
 def sum_rows(rows: jax.Array, slots: jax.Array, repeat: int) -> jax.Array:
