@@ -49,7 +49,7 @@ def test_collectives_are_counted_as_often_as_they_run():
 
 @pytest.mark.parametrize("name", ["v5p", "v5p:4", "v9:2x2", "v5p:2x2x1x1", "", "v5p:axb"])
 def test_a_topology_that_is_none_is_refused_in_one_line(name):
-    with pytest.raises(ValueError, match="--topology = .*: must be one of v4, v5e") as caught:
+    with pytest.raises(ValueError, match=r"--topology = .*: must be one of v4, v5e") as caught:
         device_of(name)
     assert "\n" not in str(caught.value)
 
