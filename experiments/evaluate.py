@@ -4,8 +4,9 @@
     python -m experiments.evaluate --workdir=runs/recall --suite=recall,needle --lengths=1,2,4,8
 
 A suite is `perplexity` (held-out text of the run) or a task of `k3jax.data.tasks`, with options as
-in `data.sources`: `recall:pairs=16`. `--set mesh.data=4` and the like lay the model out. Lengths are multiples of the rows that the run trained on. The
-newest intact checkpoint is taken; `evaluation/SUITE.json` and `.png` are written in the workdir.
+in `data.sources`: `recall:pairs=16`. Lengths are multiples of the rows that the run trained on. The
+newest intact checkpoint is taken, on the mesh that `--set mesh.data=4` and the like describe;
+`evaluation/SUITE.json` and `.png` are written in the workdir.
 Bad input ends in one line and exit code 2.
 """
 

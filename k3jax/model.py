@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from k3jax.config import ModelConfig
 from k3jax.layers.attn_res import AttentionResidual, Depth, depth_of
@@ -23,7 +24,7 @@ from k3jax.layers.row_cache import check
 from k3jax.layers.stats import Stats
 from k3jax.parallel.local import local
 from k3jax.params import ParamSpec, check_layout, declare, initialise, stack, weight
-from k3jax.sharding import Rules, activation_spec, spec_of, under_mesh
+from k3jax.sharding import Rules, spec_of, under_mesh
 from k3jax.stacking import segments, stored_sources
 
 _LOSS_TOKENS = 1024  # tokens whose logits exist at one time while the loss is computed
@@ -113,7 +114,7 @@ class Decoder(nnx.Module):
         if unknown:
             raise ValueError(f"probes = {probes!r}: must be among {', '.join(PROBES)}")
         if documents is None:
-            documents = one_document(*tokens.shape)
+            documents = one_document(tokens)
         check(documents, cache)
         x = self._embed(tokens)
         plain, slots = self.config.residual.kind == "plain", stored_sources(self.config)
@@ -154,7 +155,7 @@ class Decoder(nnx.Module):
         table = weight(self.embedding, jnp.dtype(self.config.dtype))
         if not under_mesh():
             return table[tokens]
-        return table.at[tokens].get(out_sharding=activation_spec(3))
+        return table.at[tokens].get(out_sharding=PartitionSpec(*spec_of(tokens), None))
 
     def _scan(
         self,

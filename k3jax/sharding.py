@@ -81,7 +81,7 @@ def activation_spec(ndim: int) -> PartitionSpec:
 
 
 def sequence_axis(x: jax.Array) -> str | None:
-    """The mesh axis that the tokens of `x [B, T, ...]` are split over; None where rows are whole."""
+    """The mesh axis that the rows of `x [B, T, ...]` are split over; None where they are whole."""
     if not under_mesh() or spec_of(x)[1] != SEQUENCE:
         return None
     return SEQUENCE if jax.sharding.get_abstract_mesh().shape[SEQUENCE] > 1 else None

@@ -73,9 +73,9 @@ def documents_of(segment_ids: jax.Array) -> Documents:
     return Documents(ids, positions, order, gaps, Before(*before))
 
 
-def one_document(batch: int, length: int) -> Documents:
-    """Rows of one document each, without padding."""
-    return documents_of(jnp.ones((batch, length), jnp.int32))
+def one_document(tokens: jax.Array) -> Documents:
+    """Rows of one document each, without padding, laid out as `tokens [B, T]` are."""
+    return documents_of(jnp.ones_like(tokens, jnp.int32))
 
 
 def _check_values(ids: np.ndarray) -> None:

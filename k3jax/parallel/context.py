@@ -18,7 +18,7 @@ from pallas_kernels.kda import spans
 
 
 def gather_tokens[Tree](x: Tree, axis: str | None) -> Tree:
-    """Arrays `[B, T / shards, ...]` of all shards as `[B, T, ...]`; the gradient reduce-scatters."""
+    """Arrays `[B, T, ...]` of all shards, joined along T; the gradient is a reduce-scatter."""
     if axis is None:
         return x
     return jax.tree.map(lambda a: jax.lax.all_gather(a, axis, axis=1, tiled=True), x)
@@ -166,7 +166,7 @@ def _all(x: jax.Array, axis: str | None, position: int) -> jax.Array:
 
 
 def _behind(x: jax.Array) -> jax.Array:
-    """What is so far at the end of each shard as what is before the next one, 0 before the first."""
+    """From what there is at the end of each shard to what is before the next; first 0."""
     return jnp.pad(x, ((0, 0), (1, 0)))
 
 

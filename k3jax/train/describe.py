@@ -50,14 +50,15 @@ def describe(config: ExperimentConfig) -> str:
     ]
     counts = parameter_counts(config.model)
     learned = bytes_per_device((state.params, state.balancing))
+    devices = math.prod(mesh.shape.values())
     return "\n".join(
         [
             to_json(config),
             *table,
             "",
             f"parameters: {counts.total:,} in total, {counts.active:,} active, {size:,} bytes",
-            f"bytes per device, {math.prod(mesh.shape.values())} devices: {learned:,} of parameters,"
-            f" {bytes_per_device(state.opt_state):,} of optimiser state",
+            f"bytes per device, of {devices}: {learned:,} of parameters, "
+            f"{bytes_per_device(state.opt_state):,} of optimiser state",
             *_stages(config),
         ]
     )

@@ -63,7 +63,7 @@ class Blueprint:
         return jax.jit(self._create)(jax.random.key(seed))
 
     def abstract(self) -> TrainState:
-        """The shapes, dtypes and shardings of `create`'s result; the mesh may be an abstract one."""
+        """The shapes, dtypes and shardings of `create`'s result; an abstract mesh will do."""
         mesh: Mesh | AbstractMesh = jax.sharding.get_mesh()
         if mesh.empty:
             mesh = jax.sharding.get_abstract_mesh()

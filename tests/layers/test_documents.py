@@ -30,7 +30,7 @@ def test_positions_order_and_gaps_of_random_rows():
 def test_padding_behind_is_no_gap():
     assert not documents_of(jnp.array([[1, 1, 2, 0], [1, 0, 0, 0]], jnp.int32)).gaps
     assert documents_of(jnp.array([[0, 1, 1, 2]], jnp.int32)).gaps
-    assert not one_document(2, 0).gaps
+    assert not one_document(jnp.zeros((2, 0))).gaps
 
 
 def test_the_mesh_changes_nothing():

@@ -99,7 +99,7 @@ def test_bfloat16():
 def test_past_the_capacity():
     cache = MLACache(jnp.zeros((2, 3, 4)), jnp.array([1, 2], jnp.int32))
     with pytest.raises(ValueError, match="cache: row 1 would hold 4 tokens, its capacity is 3"):
-        grow(one_document(2, 2), cache)
+        grow(one_document(jnp.zeros((2, 2))), cache)
     two = documents_of(np.array([[1, 1], [1, 2]], np.int32))
     with pytest.raises(ValueError, match="segment_ids: 2 found, a row with a cache holds one"):
         grow(two, cache)
@@ -111,7 +111,7 @@ def test_past_the_capacity():
     def call(x):
         layer = nnx.merge(graphdef, state)
         empty = layer.empty_cache(2, 3, jnp.float32)
-        return layer(x, documents=one_document(2, 4), cache=empty)
+        return layer(x, documents=one_document(jnp.zeros((2, 4))), cache=empty)
 
     x = np.random.default_rng(4).normal(0, 1, (2, 4, WIDTH)).astype(np.float32)
     other = x.copy()

@@ -55,11 +55,11 @@ CUBES = [MeshConfig(**dict.fromkeys(axes, 2)) for axes in itertools.combinations
 PAIRS = [CUBES[0], CUBES[5], CUBES[8], CUBES[9]]  # every pair of axes is in one of these
 LONG = [MeshConfig(data=8), MeshConfig(fsdp=8), MeshConfig(context=8)]
 LONG += [MeshConfig(expert=4), MeshConfig(tensor=2)]
-SELECTIONS = {  # meshes, optimiser, dtype, steps beside the first gradient
+SELECTIONS = {  # meshes, optimiser, dtype, steps; the first gradient too, but for the two longest
     "gradients": (PAIRS, "adamw", "float64", 0),
+    "float32": (PAIRS, "muon", "float32", STEPS),
     "muon": (CUBES + LONG, "muon", "float64", STEPS),
     "adamw": (PAIRS, "adamw", "float64", STEPS),
-    "float32": (PAIRS, "muon", "float32", STEPS),
 }
 
 
@@ -79,8 +79,8 @@ def batches(rng):
 
 def train(
     mesh: MeshConfig, kind: str, dtype: str, steps: int, seed: int
-) -> tuple[list[float], nnx.State, TrainState]:
-    """Losses, the first of them before any step; the gradient of the first; the last state."""
+) -> tuple[list[float], nnx.State | None, TrainState]:
+    """The losses of the steps and the last state; with the loss and gradient before any step."""
     config, optimiser = dataclasses.replace(K3, dtype=dtype), OptimiserConfig(kind=kind)
     rng = np.random.default_rng(seed)
     with jax.set_mesh(make_mesh(mesh)):
@@ -89,12 +89,14 @@ def train(
         state = start(plan, rng, dtype)
         spec = PartitionSpec(None, BATCH, SEQUENCE)
         rows = [{n: jax.device_put(x, spec) for n, x in b.items()} for b in batches(rng)]
-        first = jax.tree.map(lambda x: x[0], rows[0])
-        gradient = jax.jit(jax.value_and_grad(lambda *arguments: loss(*arguments)[0]))
-        gradient = gradient.lower(state.params, state.balancing, first).compile()
-        check_vocabulary(mesh, gradient.as_text())
-        nll, grads = jax.device_get(gradient(state.params, state.balancing, first))
-        losses = [float(nll)]
+        losses, grads = [], None
+        if steps == 0 or dtype == "float32":
+            arguments = state.params, state.balancing, jax.tree.map(lambda x: x[0], rows[0])
+            gradient = jax.jit(jax.value_and_grad(lambda *arguments: loss(*arguments)[0]))
+            gradient = gradient.lower(*arguments).compile()
+            check_vocabulary(mesh, gradient.as_text())
+            nll, grads = jax.device_get(gradient(*arguments))
+            losses.append(float(nll))
         step = make_step(
             loss,
             functools.partial(update_balancing, config=config.moe),
@@ -174,7 +176,7 @@ def test_gradients_for_every_pair_of_axes():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("selection", ["muon", "adamw", "float32"])
+@pytest.mark.parametrize("selection", ["float32", "muon", "adamw"])
 def test_ten_steps(selection):
     run(selection)
 

@@ -288,4 +288,5 @@ def test_dry_run(home, call, tmp_path):
     assert "muon per head, 16 x 8  " in rules[f"{mixer}stream/q"]
     assert "muon, 16 x 16  " in rules[f"{mixer}out"] and "adamw" in rules[f"{mixer}beta"]
     assert "steps 1 to 24: 4 rows of 32 tokens, 128 tokens a step" in out
+    assert "bytes per device, of 1: " in out
     assert "FLOPs per token" in out and "parameters: " in out and '"d_model": 16' in out
