@@ -21,44 +21,20 @@ from k3jax.sharding import make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.loop import decoder_blueprint
 from k3jax.train.metrics import read_metrics
+from tests.tiny import SETTINGS, write_corpus
 from tests.train.stub import same_bits
 
 STEPS = 24
-SETTINGS = [
-    "model.d_model=16",
-    "model.layers=1",
-    "model.kda_to_full=1:0",
-    "model.kda.heads=2",
-    "model.kda.key_dim=8",
-    "model.kda.value_dim=8",
-    "model.moe.experts=4",
-    "model.moe.first_k_dense=0",
-    "data.sequence_length=32",
-    "data.batch_size=4",
-    f"train.steps={STEPS}",
-    "train.micro_batches=2",
-    "train.log_every=1",
-    "train.eval_every=8",
-    "train.eval_batches=2",
-    "train.checkpoint_every=3",
-    "train.sample_tokens=8",
-]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with a small corpus; caches go there too."""
-    folder = tmp_path_factory.mktemp("home")
-    words = random.Random(0)
-    (folder / "text").mkdir()
-    for i in range(200):
-        lines = (f"{words.choice('abcdef')}{words.randrange(30)} = {i};" for _ in range(20))
-        (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("home"))
 
 
 def arguments(home, workdir, *more):
-    settings = [*SETTINGS, f"data.sources={home / 'text'}", *more]
+    settings = [*SETTINGS, f"train.steps={STEPS}", f"data.sources={home / 'text'}", *more]
     options = ["--config=nano", f"--workdir={workdir}", f"--cache_dir={home / 'cache'}"]
     return options + [f"--set={setting}" for setting in settings]
 
@@ -82,7 +58,7 @@ def wait_for_step(process, workdir, step):
 
 
 def final_state(home, workdir, *more):
-    settings = [*SETTINGS, f"data.sources={home / 'text'}", *more]
+    settings = [*SETTINGS, f"train.steps={STEPS}", f"data.sources={home / 'text'}", *more]
     config = override(CONFIGS["nano"](), settings)
 
     class NoData:
