@@ -16,8 +16,8 @@ from tests.pallas_kernels.grouped_matmul_suite import Draw, GroupedMatmulSuite, 
 class TestMosaicGpu(GroupedMatmulSuite):
     implementation = "mosaic_gpu"
     dtypes = ("bfloat16", "float16")
-    # A whole tile of 256 columns and part of one; one panel; two rows of tiles.
-    widths = ((64, 128), (192, 320), (64, 64))
+    # A whole tile of 256 columns and part of one; two rows of tiles; widths that are padded.
+    widths = ((64, 128), (192, 320), (72, 100))
     # The bodies run eagerly, and what vmap makes of a call is `gradients.py`, the same for all.
     program = staticmethod(both)
     test_vmapped_with_traced_sizes = None
@@ -41,12 +41,7 @@ def test_refusals_name_the_argument(monkeypatch):
     assert "device is NVIDIA A100" in mosaic_gpu.refuses(spec, "gpu")
     monkeypatch.setattr(mosaic_gpu, "_device_kind", lambda: "NVIDIA H200")
     assert mosaic_gpu.refuses(spec, "gpu") is None
-    for change, words in (
-        (Spec(1000, 4, 128, 192, "float32"), "rows are float32"),
-        (Spec(1000, 4, 72, 192, "bfloat16"), "K = 72 is not a multiple of 64"),
-        (Spec(1000, 4, 128, 100, "bfloat16"), "M = 100 is not a multiple of 64"),
-    ):
-        assert words in mosaic_gpu.refuses(change, "gpu")
+    assert "rows are float32" in mosaic_gpu.refuses(Spec(1000, 4, 128, 192, "float32"), "gpu")
 
 
 @pytest.fixture(scope="module")

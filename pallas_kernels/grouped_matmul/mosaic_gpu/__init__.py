@@ -16,7 +16,7 @@ from ..gradients import differentiable
 from ..spec import Inputs, Spec
 
 DTYPES = ("bfloat16", "float16")
-WIDTH = 64  # what K and M have to be multiples of: the width of a swizzled tile
+WIDTH = 64  # of a swizzled tile: K and M are padded to multiples of it
 # Rows are copied in boxes of 128, from multiples of 8 in the gradient of the weights.
 ROWS, LEAST = 8, 128
 
@@ -29,9 +29,6 @@ def refuses(spec: Spec, platform: str) -> str | None:
         return f"it runs on Hopper GPUs, and the device is {kind}"
     if spec.dtype not in DTYPES:
         return f"rows are {spec.dtype}, and it takes {' and '.join(DTYPES)}"
-    for letter, width in (("K", spec.inner), ("M", spec.outer)):
-        if width % WIDTH:
-            return f"{letter} = {width} is not a multiple of {WIDTH}"
     return None
 
 
@@ -43,11 +40,20 @@ def _device_kind() -> str:
 def run(spec: Spec, inputs: Inputs) -> jax.Array:
     if 0 in (spec.rows, spec.inner, spec.outer):
         return _blocked(spec, inputs)  # nothing is multiplied
-    rows, weights, sizes = inputs
-    held = max(-(-spec.rows // ROWS) * ROWS, LEAST)
-    if held != spec.rows:
-        rows = jnp.pad(rows, ((0, held - spec.rows), (0, 0)))
-    return differentiable(sys.modules[__name__], rows, weights, sizes)[: spec.rows]
+    n, k, m = max(_up(spec.rows, ROWS), LEAST), _up(spec.inner, WIDTH), _up(spec.outer, WIDTH)
+    rows = _padded(inputs.rows, n, k)
+    weights = _padded(inputs.weights, spec.groups, k, m)
+    out = differentiable(sys.modules[__name__], rows, weights, inputs.group_sizes)
+    return out[: spec.rows, : spec.outer]
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _padded(x: jax.Array, *shape: int) -> jax.Array:
+    """`x` with zeros at the end of each axis up to `shape`."""
+    return jnp.pad(x, [(0, to - size) for size, to in zip(x.shape, shape, strict=True)])
 
 
 def forward(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
