@@ -40,6 +40,7 @@ def main(run: Callable[[], int], arguments: list[str]) -> int:
         logging.set_verbosity(logging.FATAL)
         logging.get_absl_handler().setFormatter(python_logging.Formatter("%(message)s"))
     python_logging.getLogger("k3jax").setLevel(python_logging.INFO)
+    python_logging.getLogger("pallas_kernels").setLevel(python_logging.WARNING)
     try:
         if stray := arguments[1:]:
             raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")

@@ -11,11 +11,15 @@ first call that asks about it, so that a backend whose library is missing costs 
 """
 
 import dataclasses
+import functools
 import importlib
+import logging
 from types import ModuleType
 from typing import Any
 
 import jax
+
+log = logging.getLogger("pallas_kernels")
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
@@ -87,7 +91,8 @@ def choose(operation: str, spec: Any, implementation: str | None) -> ModuleType:
       operation: a registered operation, such as "kda".
       spec: the operation's description of the call.
       implementation: a registered name, or None for the first row whose platforms hold the
-        current one and which does not refuse.
+        current one and which does not refuse. Where that is plain JAX although there are kernels
+        for the platform, a warning says why, once for each reason.
 
     Raises:
       ValueError: in one line, if the name is unknown, if the named implementation refuses, or if
@@ -101,6 +106,8 @@ def choose(operation: str, spec: Any, implementation: str | None) -> ModuleType:
             if platform in row.platforms:
                 reason = refusal(row, spec, platform)
                 if reason is None:
+                    if reasons and "cpu" in row.platforms:  # plain JAX where a kernel could be
+                        _warn(f"{operation} on {platform} runs as {row.name}: {'; '.join(reasons)}")
                     return row.load()
                 reasons.append(f"{row.name}: {reason}")
         raise ValueError(f"{operation}: no implementation on {platform}; " + "; ".join(reasons))
@@ -113,3 +120,8 @@ def choose(operation: str, spec: Any, implementation: str | None) -> ModuleType:
     raise ValueError(
         f"{operation}: implementation={implementation!r} is none of {', '.join(names(operation))}"
     )
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    log.warning(line)

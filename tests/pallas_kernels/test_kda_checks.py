@@ -213,3 +213,15 @@ def test_the_platform_is_that_of_the_mesh():
     )
     with jax.sharding.use_abstract_mesh(mesh):
         assert dispatch.current_platform() == "tpu"
+
+
+def test_plain_jax_where_a_kernel_could_be_is_told_once(toy, monkeypatch, caplog):
+    dispatch._warn.cache_clear()
+    spec, _ = check(**arguments(), **DEFAULTS)
+    dispatch.choose("toy", spec, None)
+    assert not caplog.records  # there is no kernel for a CPU
+    monkeypatch.setattr(dispatch, "current_platform", lambda: "gpu")
+    for _ in range(2):
+        assert dispatch.choose("toy", spec, None) is _Any
+    (record,) = caplog.records
+    assert record.getMessage() == "toy on gpu runs as any: small: q: T = 6 is above 4"
