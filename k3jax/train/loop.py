@@ -200,8 +200,8 @@ class _Loop:
         if "dropped_routes" in figures:  # since the last line
             self._dropped += figures["dropped_routes"]
             figures["dropped_routes"] = self._dropped
-        stop = self._dropped and not self.config.model.moe.allow_drops
-        if step % self.config.train.log_every and step != self.config.train.steps and not stop:
+        fatal = self._dropped and not self.config.model.moe.allow_drops
+        if step % self.config.train.log_every and step != self.config.train.steps and not fatal:
             return
         number = self.config.data.stage_of(step)
         record = self._place_of(step) | figures

@@ -14,6 +14,8 @@ from k3jax.train.hosts import leading
 
 FILE = "config.json"
 FIXED = ("name", "model.", "data.")  # settings that a run keeps for life; others may change
+# How experts are reached, and what is done about a buffer that is full: a run goes on after that.
+FREE = tuple(f"model.moe.{name}:" for name in ("transport", "buffer_factor", "allow_drops"))
 
 
 @contextlib.contextmanager
@@ -51,7 +53,8 @@ def record_config(workdir: Path, config: ExperimentConfig) -> None:
 
 def changed_for_life(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
     """The settings that make `new` another run than `old`, as `differences` writes them."""
-    return [line for line in differences(old, new) if line.startswith(FIXED)]
+    changed = [line for line in differences(old, new) if line.startswith(FIXED)]
+    return [line for line in changed if not line.startswith(FREE)]
 
 
 def _lock(workdir: Path, handle: int) -> None:

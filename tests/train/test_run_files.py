@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from k3jax.config import DataConfig, ExperimentConfig, ModelConfig, TrainConfig
-from k3jax.flags import from_json
+from k3jax.flags import from_json, override
 from k3jax.train.hosts import join
 from k3jax.train.metrics import MetricsLog, read_metrics
 from k3jax.train.report import plot
@@ -66,6 +66,8 @@ def test_a_directory_belongs_to_one_run(tmp_path):
     longer = dataclasses.replace(CONFIG, train=TrainConfig(steps=999))
     claim(path.parent, longer)
     assert from_json(ExperimentConfig, path.read_text()) == longer
+    claim(path.parent, override(longer, ["model.moe.buffer_factor=0", "model.moe.transport=ring"]))
+    claim(path.parent, longer)
     for other, words in [
         (dataclasses.replace(CONFIG, name="mini"), "name: 'nano', now 'mini'"),
         (dataclasses.replace(CONFIG, model=ModelConfig(layers=5)), "model.layers: 4, now 5"),

@@ -8,8 +8,8 @@ the devices that own its experts, and the weighted sum of their outputs back. It
     collect(rows, plan, group, repeat) -> sums  per token (or route), the sum of its rows
 
 `plan` has at least `sizes [owned]`, the rows of each expert of this device, and `dropped`, how many
-routes found no room (on all devices together, once each). Rows are sorted by expert; those past the
-last, and the sums of what was dropped, are zero. `repeat` is k where x has tokens, 1 where it has
+of this device's own routes found no room. Rows are sorted by expert; those past the last, and what
+was dropped, are zero. `repeat` is k where x has tokens, 1 where it has
 routes. `spread` and `collect` are linear and each other's transposes, so each is the other's
 gradient: no scatter, and the same collectives back as forth.
 
@@ -36,7 +36,7 @@ from k3jax.parallel.experts.names import NAMES, name_plan, name_sum
 from k3jax.parallel.experts.routes import Group
 from pallas_kernels.grouped_matmul import grouped_matmul
 
-__all__ = ["NAMES", "Bank", "Group", "choose", "name_sum", "run_experts"]
+__all__ = ["NAMES", "TRANSPORTS", "Bank", "Group", "choose", "name_sum", "run_experts"]
 
 TRANSPORTS = {"local": local, "ring": ring, "padded": padded, "ragged": ragged}
 
@@ -99,8 +99,8 @@ def run_experts(
       group: the devices that share the bank.
 
     Returns:
-      The sums `[N, l]`, in at least float32, and the number of routes that were dropped, a scalar
-      int32 to be added up over the devices of the group.
+      The sums `[N, l]`, in at least float32, and how many of this device's routes were dropped, a
+      scalar int32.
     """
     tokens, k = indices.shape
     wide = jnp.promote_types(z.dtype, jnp.float32)
@@ -109,15 +109,12 @@ def run_experts(
     plan = name_plan(transport.make_plan(indices, valid, group))
     move = _Move(transport, group, k, z.dtype)
     rows = _spread(move, z, plan)
-    scale = _spread(dataclasses.replace(move, repeat=1, dtype=weights.dtype), _flat(weights), plan)
+    per_route = _Move(transport, group, 1, weights.dtype)
+    scale = _spread(per_route, weights.reshape(-1), plan)
 
     gate, up = (grouped_matmul(rows, w, plan.sizes).astype(wide) for w in (bank.gate, bank.up))
     hidden = (activation(gate, up) * scale[:, None]).astype(z.dtype)
     return _collect(move, grouped_matmul(hidden, bank.down, plan.sizes), plan), plan.dropped
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
