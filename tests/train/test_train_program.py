@@ -247,5 +247,4 @@ def test_dry_run(home, call, tmp_path):
     assert code == 0 and not (tmp_path / "new").exists()
     (table,) = [line for line in out.splitlines() if line.startswith("embedding")]
     assert "257 x 16" in table and "adamw" in table and "16,448" in table
-    assert "bytes per device, of 1: " in out
     assert "FLOPs per token" in out and "parameters: " in out and '"d_model": 16' in out
