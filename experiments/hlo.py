@@ -1,7 +1,7 @@
 """What a compiled program sends between devices, read from its HLO text.
 
-Instructions count as often as they run: the body of a loop as often as the compiler knows it to
-turn, a branch as if it were taken.
+Instructions count as often as they run, by `pallas_kernels.tpu_schedule.hlo`: the body of a loop as
+often as the constant in its condition says, a branch as if it were taken.
 """
 
 from __future__ import annotations
@@ -9,35 +9,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
+from pallas_kernels.tpu_schedule.hlo import Module
+
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 KINDS += ("ragged-all-to-all", "collective-broadcast")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\(")
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_INSTRUCTION = re.compile(r"(?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\(")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXES = re.compile(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}")
 _GROUP = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction: its kind, how often it runs, the bytes of its result on a device, and the
-    devices of its first group."""
+    """One instruction: its kind, how often it runs, the bytes of its result on a device, and which
+    devices take part: those of its first group, or those along the mesh axes `along`."""
 
     kind: str
     count: int
     size: int
-    group: tuple[int, ...]
+    group: tuple[int, ...] = ()
+    along: tuple[str, ...] = ()
 
     def axes(self, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes along which the devices of a group differ."""
+        if self.along:
+            return self.along
         if not self.group:  # all devices
             return tuple(name for name, size in zip(names, shape, strict=True) if size > 1)
         places = np.stack(np.unravel_index(self.group, shape))
@@ -57,43 +58,22 @@ class Program:
 
 def read(text: str) -> Program:
     """The `Program` of a compiled module's text."""
-    computations: dict[str, list[str]] = {}
-    entry, lines = "", []
-    for line in text.splitlines():
-        if head := _COMPUTATION.match(line):
-            lines = computations.setdefault(head["name"], [])
-            entry = head["name"] if head["entry"] else entry
-        else:
-            lines.append(line)
-    found: list[Collective] = []
-    cycles = sum(_walk(computations, entry, 1, found))
-    return Program(tuple(found), cycles)
-
-
-def _walk(
-    computations: dict[str, list[str]], name: str, times: int, found: list[Collective]
-) -> Iterator[int]:
-    """Adds what computation `name`, run `times` times, sends; yields its cycles."""
-    for line in computations.get(name, ()):
-        instruction = _INSTRUCTION.match(line)
-        if instruction is None or instruction["opcode"].endswith(("-done", "-update")):
+    module = Module.parse(text)
+    found, cycles = [], 0
+    for name, body in module.definitions.items():
+        instruction = _INSTRUCTION.match(body)
+        if instruction is None:
             continue
-        opcode = instruction["opcode"]
+        times, opcode = module.executions(name), instruction["opcode"]
+        if estimate := _CYCLES.search(body):
+            cycles += times * int(estimate[1])
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
             size = _size(instruction["type"], started=kind != opcode)
-            found.append(Collective(kind, times, size, _group(line)))
-        if cycles := _CYCLES.search(line):
-            yield times * int(cycles[1])
-        turns = _TURNS.search(line) if opcode == "while" else None
-        inside = times * int(turns[1]) if turns else times
-        called = _CALLED.findall(line) if kind not in KINDS else []
-        if branches := _BRANCHES.search(line):
-            called += [branch.strip().lstrip("%") for branch in branches[1].split(",")]
-        for computation in called:
-            inner = list(_walk(computations, computation, inside, found))
-            if not cycles:  # those of a fusion are its caller's
-                yield from inner
+            along = _AXES.search(body)
+            names = tuple(re.findall(r"'(\w+)'", along[1])) if along else ()
+            found.append(Collective(kind, times, size, _group(body), names))
+    return Program(tuple(found), cycles)
 
 
 def _size(shapes: str, started: bool) -> int:
@@ -102,24 +82,20 @@ def _size(shapes: str, started: bool) -> int:
         math.prod(map(int, filter(None, sizes.split(",")))) * _width(dtype)
         for dtype, sizes in _ARRAY.findall(shapes)
     ]
-    if started and len(arrays) > 1:
-        return max(arrays)
-    return sum(arrays)
+    return max(arrays) if started else sum(arrays)
 
 
 def _width(dtype: str) -> int:
-    if dtype == "pred":
-        return 1
     bits = re.search(r"\d+", dtype)
-    return max(int(bits[0]) // 8, 1) if bits else 0
+    return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-def _group(line: str) -> tuple[int, ...]:
-    if iota := _IOTA.search(line):
+def _group(body: str) -> tuple[int, ...]:
+    if iota := _IOTA.search(body):
         groups, dims, order = (
             [int(n) for n in part.split(",")] if part else None for part in iota.groups()
         )
         ids = np.arange(math.prod(dims)).reshape(dims)
         return tuple(ids.transpose(order).reshape(groups)[0].tolist())
-    group = _GROUP.search(line)
+    group = _GROUP.search(body)
     return tuple(int(n) for n in group[1].split(",") if n) if group else ()

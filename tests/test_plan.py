@@ -17,6 +17,11 @@ PROGRAM = """HloModule step, is_scheduled=true
   ROOT %all-gather.2 = bf16[32,16]{1,0:T(8,128)} all-gather(%p), replica_groups=[2,4]<=[2,2,2]T(1,0,2), dimensions={0}
 }
 
+%cond (arg: (s32[], f32[4,4])) -> pred[] {
+  %constant.4 = s32[]{:T(128)} constant(6)
+  ROOT %lt.9 = pred[] compare(%i, %constant.4), direction=LT
+}
+
 %body (arg: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
   %arg = (s32[], f32[4,4]{1,0}) parameter(0)
   %fusion.1 = bf16[32,16]{1,0} fusion(%x), kind=kCustom, calls=%wrapped, backend_config={"estimated_cycles":"100"}
@@ -24,9 +29,14 @@ PROGRAM = """HloModule step, is_scheduled=true
   ROOT %tuple = (s32[], f32[4,4]{1,0}) tuple(%i, %y)
 }
 
+%last (arg: f32[4,4]) -> f32[4,4] {
+  ROOT %all-to-all = f32[4,4]{1,0} all-to-all(%arg), replica_groups=mesh['fsdp'=2,'context'=2,'tensor'=2] {'tensor','fsdp'}
+}
+
 ENTRY %main.9 (a: f32[4,4]) -> f32[4,4] {
   %a = f32[4,4]{1,0} parameter(0)
-  %while.1 = (s32[], f32[4,4]{1,0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  %while.1 = (s32[], f32[4,4]{1,0}) while(%t), condition=%cond, body=%body
+  %conditional.1 = f32[4,4]{1,0} conditional(%a), true_computation=%last, false_computation=%other
   %permute-start = (f32[4,4]{1,0}, f32[4,4]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%a), source_target_pairs={{0,2},{2,0}}
   %permute-done = f32[4,4]{1,0} collective-permute-done(%permute-start), backend_config={"estimated_cycles":"7"}
   ROOT %all-reduce = f32[4,4]{1,0} all-reduce(%permute-done), replica_groups={}, to_apply=%add, backend_config={"estimated_cycles":"30"}
@@ -39,12 +49,14 @@ def test_collectives_are_counted_as_often_as_they_run():
     assert program.collectives == (
         Collective("all-gather", 6, 32 * 16 * 2, (0, 1, 4, 5)),
         Collective("reduce-scatter", 6, 2 * 4 * 4 + 4 * 2, (0, 4)),
+        Collective("all-to-all", 1, 64, along=("tensor", "fsdp")),
         Collective("collective-permute", 1, 64, (0, 2)),
-        Collective("all-reduce", 1, 64, ()),
+        Collective("all-reduce", 1, 64),
     )
-    assert program.cycles == 6 * 100 + 30
+    assert program.cycles == 6 * 100 + 7 + 30
     axes = [found.axes((2, 2, 2), ("fsdp", "context", "tensor")) for found in program.collectives]
-    assert axes == [("fsdp", "tensor"), ("fsdp",), ("context",), ("fsdp", "context", "tensor")]
+    assert axes[:2] == [("fsdp", "tensor"), ("fsdp",)]
+    assert axes[2:] == [("tensor", "fsdp"), ("context",), ("fsdp", "context", "tensor")]
 
 
 @pytest.mark.parametrize("name", ["v5p", "v5p:4", "v9:2x2", "v5p:2x2x1x1", "", "v5p:axb"])

@@ -46,7 +46,8 @@ class DataConfig:
 
     A source is `python:stdlib` (the source code of the running Python's standard library),
     `python:site-packages` (that of the installed packages), a text file, a folder of text files, or
-    a `.jsonl` file whose `jsonl_field` holds the text.
+    a `.jsonl` file whose `jsonl_field` holds the text; or a task, `task:recall:pairs=32`
+    (`k3jax.data.tasks`).
 
     Training begins with `batch_size` rows of `sequence_length` tokens a step; `stages` say after
     how many steps that changes, and to what (`parse_stage`). The learning rate knows steps alone.
@@ -55,7 +56,7 @@ class DataConfig:
     sources: tuple[str, ...] = ("python:stdlib",)
     weights: tuple[float, ...] = ()  # one per source; empty: in proportion to their tokens
     tokenizer: str = (
-        "bytes"  # or a local Hugging Face tokenizer.json, its folder, or a .tiktoken file
+        "bytes"  # or symbols:N, a Hugging Face tokenizer.json, its folder, a .tiktoken file
     )
     jsonl_field: str = "text"
     sequence_length: int = 256

@@ -6,20 +6,13 @@ import sys
 from pathlib import Path
 
 
-def run_on_eight_devices(module: str, *arguments: str, flags: str = "") -> None:
-    """Fails unless `python -m module arguments` ends well and says that its devices agree.
-
-    `flags` are XLA's, beside those of the environment.
-    """
-    fake = "--xla_force_host_platform_device_count=8"
+def run_on_eight_devices(module: str, *arguments: str) -> None:
+    """Fails unless `python -m module arguments` ends well and says that eight devices agree."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=Path(__file__).parents[2],
-        env={
-            **os.environ,
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} {fake}",
-            "JAX_PLATFORMS": "cpu",
-        },
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,

@@ -4,6 +4,7 @@ Run as a program, this file does the comparison: fake devices must be asked for 
 """
 
 import functools
+import os
 import sys
 
 import jax
@@ -199,22 +200,26 @@ def main(name: str, seed: int):
     print(len(jax.devices()), "devices agree")
 
 
-def run(name: str):
-    seed = str(np.random.SeedSequence().generate_state(1)[0])
-    module = "tests.multi_device.test_context"
-    try:
-        run_on_eight_devices(module, name, seed, flags=QUICK)
-    except AssertionError as error:
-        raise AssertionError(f"seed {seed}: {error}") from None
+@pytest.fixture
+def run(monkeypatch):
+    """A comparison as a program; it compiles far more than it computes, in the full suite too."""
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
+
+    def named(name: str):
+        seed = str(np.random.SeedSequence().generate_state(1)[0])
+        print(f"seed {seed}")
+        run_on_eight_devices("tests.multi_device.test_context", name, seed)
+
+    return named
 
 
-def test_documents_and_convolutions():
+def test_documents_and_convolutions(run):
     run("documents")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["states", "layers"])
-def test_split_rows(name):
+def test_split_rows(run, name):
     run(name)
 
 

@@ -7,6 +7,7 @@ Every mesh takes the public step, from the same state, over the same packed batc
 import dataclasses
 import functools
 import itertools
+import os
 import re
 import sys
 
@@ -163,21 +164,26 @@ def check_vocabulary(mesh: MeshConfig, program: str):
     assert bool(re.search(rf"[\[,]{K3.vocab_size}[\],]", program)) == (mesh.tensor == 1)
 
 
-def run(selection: str):
-    # In float32 a route between experts that are nearly equal may fall either way.
-    seed = 0 if selection == "float32" else np.random.SeedSequence().generate_state(1)[0]
-    module = "tests.multi_device.test_strategies"
-    # It compiles far more than it computes, in the full suite too.
-    run_on_eight_devices(module, selection, str(seed), flags=QUICK)
+@pytest.fixture
+def run(monkeypatch):
+    """A selection as a program; it compiles far more than it computes, in the full suite too."""
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
+
+    def selected(selection: str):
+        # In float32 a route between experts that are nearly equal may fall either way.
+        seed = 0 if selection == "float32" else np.random.SeedSequence().generate_state(1)[0]
+        run_on_eight_devices("tests.multi_device.test_strategies", selection, str(seed))
+
+    return selected
 
 
-def test_gradients_for_every_pair_of_axes():
+def test_gradients_for_every_pair_of_axes(run):
     run("gradients")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("selection", ["float32", "muon", "adamw"])
-def test_ten_steps(selection):
+def test_ten_steps(run, selection):
     run(selection)
 
 
