@@ -344,7 +344,6 @@ TILES = {
     "product": lambda shape, *pairs: sum(_array(a) @ _array(b) for a, b in pairs),
     "exp2": lambda x, layout=None: jnp.exp2(x),
     "exp2_anew": lambda x, sign, shift, table: jnp.exp2(sign * x + shift + table[0][0]),
-    "fma": lambda x, y, z: x * y + z,
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,
@@ -390,7 +389,7 @@ def interpreted():
             for name, word in words.items():
                 patch.setattr(module, name, word)
         for module in (prepare, scan, pieces, reverse, gradients):
-            for name in ("load", "cols", "rows", "read", "fma"):
+            for name in ("load", "cols", "rows", "read"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])
             patch.setattr(module, "plgpu", _Words(plgpu, PLGPU))

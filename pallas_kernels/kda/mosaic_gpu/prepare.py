@@ -32,7 +32,6 @@ from . import blocks, exchange, tiles
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, LOG2E, ROW, cols, load, rows
 
 SLAB = 32
-AHEAD = 0
 # Half of what 16 tokens at 5 nats decay by, 115.4 in base 2.
 SHIFT = 58.0
 # Below this a float32 is zero, whatever the decay: sums of log decays stay exact.
@@ -190,19 +189,6 @@ def kernel(c: Chunks, with_inverse: bool):
                 plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
-        def prefetch():
-            ahead = lax.axis_index("chunk") + AHEAD
-            last = c.batch * c.chunks * c.value_heads - 1
-            then = Place(c, jnp.minimum(ahead, last), tables_r)
-            at = pl.ds(then.first, CHUNK)
-            for array, head in (
-                (g_r, then.head),
-                (k_r, then.key_head),
-                (q_r, then.key_head),
-                (v_r, then.head),
-            ):
-                plgpu.async_prefetch(array.at[then.row, at, head], predicate=ahead <= last)
-
         def chunk():
             fetch(g_r, place.head, g_box, gate_b)
             fetch(k_r, place.key_head, k_box, qk_b)
@@ -211,8 +197,6 @@ def kernel(c: Chunks, with_inverse: bool):
             plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], beta_s, qk_b)
             if c.packed:
                 plgpu.copy_gmem_to_smem(labels_r.at[place.row, block], labels_s, qk_b)
-            if AHEAD:
-                prefetch()
             a = a_r[place.head]
 
             for i in range(2):
