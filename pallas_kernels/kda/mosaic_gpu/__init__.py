@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from .. import documents, gates, recurrent
 from ..spec import Inputs, Spec, initial_states, without_tokens
 from . import gradients, pieces, prepare, regions, reverse, scan
-from .prepare import Chunks
+from .chunks import Chunks
 from .rows import by_rows
 from .tiles import CHUNK
 
@@ -79,6 +79,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     q, k, v, gate, beta = x.tokens
     q, k, v = token_array(q, pad_k), token_array(k, pad_k), token_array(v, pad_v)
     wide = (c.batch, spec.tokens, c.value_heads, spec.key_width)
+    assert gate is not None  # refused
     gate = token_array(jnp.broadcast_to(gate, wide), pad_k)
     beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2).reshape(c.rows, spec.tokens)
     a_log, dt_bias = x.parameters

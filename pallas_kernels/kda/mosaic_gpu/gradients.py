@@ -25,37 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import blocks, exchange, tiles
-from .prepare import (
-    FLOOR,
-    SHIFT,
-    Chunks,
-    Place,
-    live_rows,
-    log_decay,
-    sigmoid,
-    softplus,
-    write_strength,
-)
-from .tiles import BF16, BLOCK, CHUNK, COL, F32, LOG2E, ROW, cols, load, rows
+from .activate import FLOOR, SHIFT, gate_gradient, log_decay, sigmoid, write_strength
+from .chunks import Chunks, Place, live_rows
+from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows
 
 WIDTH = 32
 # Rows of the exchange between warpgroups, and of beta and the labels.
 _QUERY, _KEY, _BETA, _OWN = range(4)
 _STRENGTH, _LABEL = (3, 2), (3, 3)
-
-
-def gate_gradient(c: Chunks, dlog, raw, a, dt):
-    """From that of the log decay (in nats) those of the raw gate and, summand by summand, of a."""
-    if c.gate_form == "log_decay":
-        return dlog, None
-    y = raw if dt is None else raw + cols(dt, raw.shape)
-    if c.gate_form == "bounded":
-        x = y * a
-        e = tiles.exp2(jnp.abs(x) * -LOG2E)
-        near = tiles.reciprocal(1.0 + e)
-        slope = dlog * (c.lower_bound * e * near * near)
-        return slope * a, slope * y
-    return dlog * sigmoid(y) * -a, -dlog * softplus(y)
 
 
 def by_level(near, level):

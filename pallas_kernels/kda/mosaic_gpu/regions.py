@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import documents
-from .prepare import Chunks
+from .chunks import Chunks
 from .tiles import CHUNK
 
 
