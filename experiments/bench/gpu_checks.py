@@ -15,6 +15,8 @@ from experiments.bench import gpu, kda_cases
 from experiments.bench.kda_cases import Call
 
 RUNS = 100
+REPEATED = (1, 4096, 16)
+LENGTHS = (1024, 4096, 16384, 65536)
 
 
 def run(checks: Sequence[str], names: Sequence[str], gate_form: str) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def run(checks: Sequence[str], names: Sequence[str], gate_form: str) -> dict[str
 
 def repeats(who: str, gate_form: str) -> str:
     """Of which outputs the bits changed."""
-    call = Call(1, 4096, 16, gate_form, 0, True, True)
+    call = Call(*REPEATED, gate_form, 0, True, True)
     run, arrays = _program(who, call)
     first = jax.tree.map(_bits, gpu.by_name(run(*arrays), call))
     equal = jax.jit(lambda a, b: jax.tree.map(lambda x, y: jnp.array_equal(x, _bits(y)), a, b))
@@ -63,7 +65,7 @@ def prefix(who: str, gate_form: str) -> str:
 def lengths(who: str, gate_form: str) -> dict[str, dict[str, float]]:
     """Relative RMS of every output by T."""
     found = {}
-    for tokens in (1024, 4096, 16384, 65536):
+    for tokens in LENGTHS:
         call = Call(1, tokens, 4, gate_form, 0, True, True)
         run, arrays = _program(who, call)
         error = gpu.errors(call, gpu.by_name(run(*arrays), call), gpu.compile_oracle(call)(arrays))

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+_COMPARED = 1 << 24
+
 
 class Documents(NamedTuple):
     """`real`: not padding; `live`: the document that the state belongs to after the token (0 before
@@ -31,3 +33,15 @@ def read(segment_ids: jax.Array) -> Documents:
 def mask(real: jax.Array, x: jax.Array) -> jax.Array:
     """x with zeros at padding, so that neither garbage nor a gradient passes."""
     return jnp.where(real.reshape(real.shape + (1,) * (x.ndim - real.ndim)), x, 0)
+
+
+def places(rows: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
+    """Where `values [N]` belong in each of sorted `rows [B, T]`, `[B, N]`, as `jnp.searchsorted`
+    has it: by all comparisons in one kernel, where they are not too many, since a binary search
+    starts several for each of its steps."""
+    method = "compare_all" if rows.shape[1] * values.size <= _COMPARED else "scan"
+
+    def one(row):
+        return jnp.searchsorted(row, values, side=side, method=method)
+
+    return jax.vmap(one)(rows)

@@ -96,14 +96,14 @@ class Groups(NamedTuple):
 
 def grouped(docs: documents.Documents, slots: int) -> Groups:
     group = jnp.minimum(docs.live, slots + 1)
-    bounds = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(slots + 3)))(group)
+    bounds = documents.places(group, jnp.arange(slots + 3))
     chunks = -(-jnp.diff(bounds) // CHUNK)
     return Groups(group, bounds, jnp.pad(jnp.cumsum(chunks, axis=1), ((0, 0), (1, 0))))
 
 
 def owners(first_chunk: jax.Array, index: jax.Array) -> jax.Array:
     """The group of each chunk of `index`, `[B, len(index)]`; N + 2 past the last."""
-    return jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(first_chunk) - 1
+    return documents.places(first_chunk, index, side="right") - 1
 
 
 def gather(layout: Layout, x: jax.Array) -> jax.Array:

@@ -38,6 +38,15 @@ def to_value_heads(spec: Spec, x: jax.Array) -> jax.Array:
     return jnp.repeat(x, spec.value_heads // spec.heads, axis=-2)
 
 
+def to_key_heads(grad: jax.Array, like: jax.Array) -> jax.Array:
+    """A gradient `[B, T, HV, K]` summed over the value heads that read one query or key head, in
+    float32 at least: of the shape `[B, T, H, K]` and dtype of `like`."""
+    if grad.shape != like.shape:
+        grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+        grad = grad.reshape(*like.shape[:3], -1, like.shape[3]).sum(axis=3)
+    return grad.astype(like.dtype)
+
+
 def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """`kda` of a checked call: o `[B, T, HV, V]` and the final states or None."""
     return scan_tokens(spec, x, delta_step)

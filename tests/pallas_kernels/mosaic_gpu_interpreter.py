@@ -25,9 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu
 from pallas_kernels.kda.mosaic_gpu import (
+    activate,
     blocks,
+    chunks,
     exchange,
     gradients,
+    inverse,
     pieces,
     prepare,
     reverse,
@@ -327,7 +330,9 @@ BLOCKS = {
     "shared_times": _shared_times,
     "own": _own,
     "diagonal": lambda x: jnp.concatenate([jnp.diagonal(b) for b in _blocks(x)]),
-    "inverse": lambda x: _tile(jnp.linalg.inv(jnp.eye(16) + jnp.tril(_blocks(x), -1))),
+}
+INVERSE = {
+    "of_blocks": lambda x: _tile(jnp.linalg.inv(jnp.eye(16) + jnp.tril(_blocks(x), -1))),
     "product": lambda a, b: _tile(_blocks(a) @ _blocks(b)),
 }
 EXCHANGE = {
@@ -344,7 +349,6 @@ TILES = {
     "product": lambda shape, *pairs: sum(_array(a) @ _array(b) for a, b in pairs),
     "exp2": lambda x, layout=None: jnp.exp2(x),
     "exp2_anew": lambda x, sign, shift, table: jnp.exp2(sign * x + shift + table[0][0]),
-    "fma": lambda x, y, z: x * y + z,
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,
@@ -386,16 +390,21 @@ class _Words:
 def interpreted():
     """Within it `mosaic_gpu.run` runs here, eagerly, forward and backward."""
     with pytest.MonkeyPatch.context() as patch:
-        for words, module in ((BLOCKS, blocks), (EXCHANGE, exchange), (TILES, tiles)):
+        for words, module in (
+            (BLOCKS, blocks),
+            (INVERSE, inverse),
+            (EXCHANGE, exchange),
+            (TILES, tiles),
+        ):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        for module in (prepare, scan, pieces, reverse, gradients):
-            for name in ("load", "cols", "rows", "read", "fma"):
+        for module in (activate, chunks, inverse, prepare, scan, pieces, reverse, gradients):
+            for name in ("load", "cols", "rows", "read"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])
-            patch.setattr(module, "plgpu", _Words(plgpu, PLGPU))
-            patch.setattr(module, "lax", _Words(lax, LAX))
-            patch.setattr(module, "pl", _Words(pl, PL))
+            for name, known, words in (("plgpu", plgpu, PLGPU), ("lax", lax, LAX), ("pl", pl, PL)):
+                if hasattr(module, name):
+                    patch.setattr(module, name, _Words(known, words))
         for name in ("_forward_kernels", "_backward_kernels"):
             patch.setattr(mosaic_gpu, name, getattr(mosaic_gpu, name).__wrapped__)
         yield

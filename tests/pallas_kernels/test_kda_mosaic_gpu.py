@@ -144,6 +144,14 @@ def test_pieces_follow_from_shapes(rows, chunks, width, expected):
     assert 2 * rows * (width // 64) * (count - 1) <= pieces.PROGRAMS
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_call_with_and_without_gradient_is_traced(gradient):
+    function, (floats, ids) = call(T=70, gradient=gradient, gate_form="softplus")
+    out = jax.eval_shape(function, floats, ids)
+    o, state = out[0] if gradient else out
+    assert o.shape == floats["v"].shape and state.shape == floats["initial_state"].shape
+
+
 def test_rows_are_folded_under_vmap():
     """What `by_rows` hands on is one call with more rows, or one call after another."""
     batches = []

@@ -11,9 +11,11 @@ from tests.pallas_kernels.kda_suite import FLOATS, Case, compare, draw, oracle, 
 from tests.pallas_kernels.mosaic_gpu_interpreter import interpreted
 
 
-def luck(case: Case) -> set[str]:
-    """One number per head, a sum of terms of either sign: its relative error is the sum's luck."""
-    return {"da_log", "ddt_bias"} if case.gate == "head" else {"da_log"}
+def luck(case: Case, data: str) -> set[str]:
+    """One number per head, a sum of terms of either sign: its relative error is the sum's luck. So
+    is that of the bias among saturated gates, whose few that are not make up the sum."""
+    few = case.gate == "head" or data == "saturated"
+    return {"da_log", "ddt_bias"} if few else {"da_log"}
 
 
 def evaluate(x, **options):
@@ -46,7 +48,7 @@ def held_to_oracle(case: Case, data: str) -> None:
                 x[name],
             )
     actual = evaluate(poisoned, **options)
-    compare(actual, expected, "bfloat16", tuple(set(expected) - luck(case)))
+    compare(actual, expected, "bfloat16", tuple(set(expected) - luck(case, data)))
     if "segment_ids" in x:
         padding = x["segment_ids"] == 0
         for name in ("o", "dq", "dk", "dv", "dgate", "dbeta"):

@@ -16,10 +16,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .. import documents, gates
+from .. import documents, gates, recurrent
 from ..spec import Inputs, Spec, initial_states, without_tokens
 from . import gradients, pieces, prepare, regions, reverse, scan
-from .prepare import Chunks
+from .chunks import Chunks
 from .rows import by_rows
 from .tiles import CHUNK
 
@@ -79,6 +79,7 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     q, k, v, gate, beta = x.tokens
     q, k, v = token_array(q, pad_k), token_array(k, pad_k), token_array(v, pad_v)
     wide = (c.batch, spec.tokens, c.value_heads, spec.key_width)
+    assert gate is not None  # refused
     gate = token_array(jnp.broadcast_to(gate, wide), pad_k)
     beta = jnp.swapaxes(beta.astype(jnp.float32), 1, 2).reshape(c.rows, spec.tokens)
     a_log, dt_bias = x.parameters
@@ -150,7 +151,7 @@ def describe(spec: Spec) -> Chunks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _kda(c, return_final, arrays, initial, tables):
-    return _forward_kernels(c, (return_final, False), *_arguments(arrays, initial, tables))
+    return _forward_kernels(c, (return_final, False), *_arguments(arrays, initial, tables))[:2]
 
 
 def _arguments(arrays, initial, tables, *others):
@@ -228,14 +229,9 @@ def _backward_kernels(c, options, shared, rows):
     if c.gate_form == "log_decay":
         sums = sums.at[:, :, 1].set(0)
 
-    def of_key_heads(x):
-        if c.heads == c.value_heads:
-            return x
-        x = x.reshape(*x.shape[:2], c.heads, -1, x.shape[-1]).astype(jnp.float32)
-        return x.sum(axis=3).astype(q.dtype)
-
+    dq, dk = (recurrent.to_key_heads(x, q) for x in (dq, dk))
     dbeta = regions.by_token(c, tables, dbeta)
-    return of_key_heads(dq), of_key_heads(dk), dv, dgate, dbeta, dinitial, sums
+    return dq, dk, dv, dgate, dbeta, dinitial, sums
 
 
 _kda.defvjp(_forward, _backward)

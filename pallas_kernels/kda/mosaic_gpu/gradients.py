@@ -25,38 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import blocks, exchange, tiles
-from .prepare import (
-    FLOOR,
-    SHIFT,
-    Chunks,
-    Place,
-    live_rows,
-    log_decay,
-    sigmoid,
-    softplus,
-    write_strength,
-)
-from .tiles import BF16, BLOCK, CHUNK, COL, F32, LOG2E, ROW, cols, fma, load, rows
+from .activate import FLOOR, SHIFT, gate_gradient, log_decay, sigmoid, write_strength
+from .chunks import Chunks, Place, live_rows
+from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows
 
 WIDTH = 32
-AHEAD = 0
 # Rows of the exchange between warpgroups, and of beta and the labels.
 _QUERY, _KEY, _BETA, _OWN = range(4)
 _STRENGTH, _LABEL = (3, 2), (3, 3)
-
-
-def gate_gradient(c: Chunks, dlog, raw, a, dt):
-    """From that of the log decay (in nats) those of the raw gate and, summand by summand, of a."""
-    if c.gate_form == "log_decay":
-        return dlog, None
-    y = raw if dt is None else raw + cols(dt, raw.shape)
-    if c.gate_form == "bounded":
-        x = y * a
-        e = tiles.exp2(jnp.abs(x) * -LOG2E)
-        near = tiles.reciprocal(1.0 + e)
-        slope = dlog * (c.lower_bound * e * near * near)
-        return slope * a, slope * y
-    return dlog * sigmoid(y) * -a, -dlog * softplus(y)
 
 
 def by_level(near, level):
@@ -150,22 +126,8 @@ def kernel(c: Chunks):
             def _():
                 tiles.copy_rows(buffer, target, place.count)
 
-        def prefetch():
-            ahead = lax.axis_index("chunk") + AHEAD
-            last = c.batch * c.chunks * c.value_heads - 1
-            then = Place(c, jnp.minimum(ahead, last), tables_r)
-            at = pl.ds(then.first, CHUNK)
-            for n, (array, head) in enumerate(
-                ((g_r, then.head), (k_r, then.key_head), (q_r, then.key_head))
-            ):
-                plgpu.async_prefetch(
-                    array.at[then.row, at, head], predicate=(ahead <= last) & (group == n)
-                )
-
         def chunk():
             fetch()
-            if AHEAD:
-                prefetch()
             a = a_r[place.head]
 
             def bias():
@@ -324,22 +286,22 @@ def kernel(c: Chunks):
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
             dlog = jnp.maximum(load(key_tile).astype(F32) * dk, -3e38)
-            dk = fma(dk, seen(), rows(own_pair * c.scale, part) * unit_query())
+            dk = dk * seen() + rows(own_pair, part) * unit_query() * c.scale
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
             tiles.warpgroup_barrier()
-            dk = fma(outgoing(), to_end(), dk)
+            dk = dk + outgoing() * to_end()
             tiles.warpgroup_barrier()
             x = column_gradient()
             tiles.warpgroup_barrier()
-            dlog = fma(load(column_tile).astype(F32), -x, dlog)
-            dk = fma(x, to_end(), dk)
+            dlog = dlog - load(column_tile).astype(F32) * x
+            dk = dk + x * to_end()
             tiles.warpgroup_barrier()
             if c.bounded:
                 x = from_columns(tiles.zeros(part), tuple((w, w) for w in range(4)), (0, 1, 2, 3))
                 tiles.warpgroup_barrier()
-                dlog = fma((key() * back()).astype(BF16).astype(F32), -x, dlog)
-                dk = fma(x, back(), dk)
+                dlog = dlog - (key() * back()).astype(BF16).astype(F32) * x
+                dk = dk + x * back()
             else:
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
 
@@ -349,12 +311,12 @@ def kernel(c: Chunks):
                     x16 = (key() * e).astype(BF16)
                     joined = by_level(near_delta, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
-                    dlog = fma(x16.astype(F32), x, dlog)
-                    dk = fma(x, e, dk)
+                    dlog = dlog + x16.astype(F32) * x
+                    dk = dk + x * e
                     x = blocks.times(tiles.zeros(part), joined, x16, True)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
                     x = blocks.times(x, by_level(near_read, level), y16, True)
-                    return fma(x, e, dk), fma(x16.astype(F32), -x, dlog)
+                    return dk + x * e, dlog - x16.astype(F32) * x
 
                 dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
 
@@ -365,7 +327,7 @@ def kernel(c: Chunks):
                     return masked(d)
                 rows_s.at[row, group][...] = jnp.sum(unit() * d, axis=1)
                 meet()
-                return fma(unit(), rows(-exchanged(row), part), d) * rows(scale, part)
+                return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
 
             dk = finish(_KEY, dk, key, k_scale)
             tiles.warpgroup_barrier()
@@ -377,8 +339,8 @@ def kernel(c: Chunks):
             dq = row_gradient(read_pairs, with_state(values_s, states_s))
             if c.bounded:
                 dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
-            dlog = fma(load(query_tile).astype(F32), dq, dlog)
-            dq = fma(dq, seen(), rows(own_pair, part) * key())
+            dlog = dlog + load(query_tile).astype(F32) * dq
+            dq = dq * seen() + rows(own_pair, part) * key()
             if not c.bounded:
                 near_read = near(read_pairs)
 
@@ -389,7 +351,7 @@ def kernel(c: Chunks):
                     joined = by_level(near_read, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
-                    return fma(x, e, dq), fma(y16.astype(F32), x, dlog)
+                    return dq + x * e, dlog + y16.astype(F32) * x
 
                 dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
             dq = finish(_QUERY, dq * c.scale, unit_query, q_scale)
@@ -408,8 +370,9 @@ def kernel(c: Chunks):
             state = tiles.zeros(part)
             for j in range(D // CHUNK):
                 half = (group, pl.ds(j * CHUNK, CHUNK))
-                before, after_it = (load(x.at[half]).astype(F32) for x in (states_s, dstates_s))
-                state = fma(before, after_it, state)
+                state = state + load(states_s.at[half]).astype(F32) * load(
+                    dstates_s.at[half]
+                ).astype(F32)
             tiles.warpgroup_barrier()
             exchange.store_column_sums(state, sums)
             tiles.warpgroup_barrier()

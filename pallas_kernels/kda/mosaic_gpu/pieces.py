@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import reverse, tiles
-from .prepare import Chunks
+from .chunks import Chunks
 from .scan import REGISTERS, ROWS, Region
 from .tiles import BF16, CHUNK, COL, F32, cols, load, read
 

@@ -19,7 +19,6 @@ Exponents are in base 2. Channels come in slabs of 32, which the loop keeps roll
 instructions do not fit their cache.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -28,124 +27,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import blocks, exchange, tiles
-from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, LOG2E, ROW, cols, load, rows
+from . import blocks, exchange, inverse, tiles
+from .activate import FLOOR, SHIFT, log_decay, write_strength
+from .chunks import Chunks, Place, live_rows
+from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows
 
 SLAB = 32
-AHEAD = 0
-# Half of what 16 tokens at 5 nats decay by, 115.4 in base 2.
-SHIFT = 58.0
-# Below this a float32 is zero, whatever the decay: sums of log decays stay exact.
-FLOOR = -200.0
 # Halves of 2^level tokens, and the sum that their pairs go to: those of 2 and 1 are masked.
 HALVES = ((3, 0), (2, 0), (1, 1), (0, 2))
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """What is static about the kernels of a call.
-
-    tokens: T, of `held` in the arrays; chunks: NC of every row. `packed`: chunks start where the
-    tables say, and tokens carry labels; else chunk n starts at 64 n and only the last may be
-    ragged. regions: R, stretches of a row that the scan takes on their own: what state slots own,
-    or the P `pieces` of a row that is cut (else 1).
-    """
-
-    batch: int
-    tokens: int
-    held: int
-    regions: int
-    pieces: int
-    chunks: int
-    heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    gate_form: str
-    beta_form: str
-    lower_bound: float
-    has_dt_bias: bool
-    l2norm: bool
-    scale: float
-    packed: bool
-
-    @property
-    def bounded(self) -> bool:
-        return self.gate_form == "bounded" and self.lower_bound >= -5.0
-
-    @property
-    def ragged(self) -> bool:
-        return not self.packed and self.tokens % CHUNK != 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of prepared arrays: `[B HV, NC 64, ...]`."""
-        return self.batch * self.value_heads
-
-    @property
-    def length(self) -> int:
-        return self.chunks * CHUNK
-
-
-def log_decay(c: Chunks, raw, a, dt):
-    """log2 of the decay, from a raw gate `[64, n]`; a is exp(A_log), dt `[n]` a COL or None."""
-    if c.gate_form == "log_decay":
-        return raw * LOG2E
-    x = raw if dt is None else raw + cols(dt, raw.shape)
-    if c.gate_form == "bounded":
-        return tiles.reciprocal(1.0 + tiles.exp2(x * (a * -LOG2E))) * (c.lower_bound * LOG2E)
-    return softplus(x) * (a * -LOG2E)
-
-
-def softplus(x):
-    """max(x, 0) + log1p(exp(-|x|)), to float32's accuracy at both ends."""
-    e = tiles.exp2(jnp.abs(x) * -LOG2E)
-    series = e * (1.0 - e * (0.5 - e * (1.0 / 3.0)))
-    return jnp.maximum(x, 0.0) + jnp.where(e < 0.02, series, jnp.log(1.0 + e))
-
-
-def sigmoid(x, layout=tiles.TILE):
-    return tiles.reciprocal(1.0 + tiles.exp2(x * -LOG2E, layout), layout)
-
-
-def write_strength(c: Chunks, raw, layout):
-    """beta; never quite 0, so that its gradient is U / beta, and 2^-40 changes nothing."""
-    beta = sigmoid(raw, layout) if c.beta_form == "logit" else raw
-    return jnp.where(jnp.abs(beta) < 2.0**-40, 2.0**-40, beta)
-
-
-class Place:
-    """Where a program's chunk lies: row b, chunk n, head h, its first token and how many."""
-
-    def __init__(self, c: Chunks, index, tables):
-        self.head = lax.rem(index, c.value_heads)
-        rest = lax.div(index, c.value_heads)
-        self.chunk = lax.rem(rest, c.chunks)
-        self.row = lax.div(rest, c.chunks)
-        self.out = self.row * c.value_heads + self.head
-        self.key_head = lax.div(self.head, c.value_heads // c.heads)
-        if c.packed:
-            self.first, self.count, self.entry, self.exit = (
-                tables[self.row, i, self.chunk] for i in range(4)
-            )
-        else:
-            self.first = self.chunk * CHUNK
-            self.count = jnp.minimum(c.tokens - self.first, CHUNK)
-
-
 def slab(s):
     return pl.ds(pl.multiple_of(s * SLAB, SLAB), SLAB)
-
-
-def live_rows(c: Chunks, place: Place, labels, layout):
-    """ROW or COL of bool: the chunk's own, real tokens; None where all are."""
-    if not (c.packed or c.ragged):
-        return None
-    index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
-    live = index < place.count
-    if c.packed:
-        live &= labels > 0
-    return live
 
 
 def kernel(c: Chunks, with_inverse: bool):
@@ -190,19 +83,6 @@ def kernel(c: Chunks, with_inverse: bool):
                 plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
-        def prefetch():
-            ahead = lax.axis_index("chunk") + AHEAD
-            last = c.batch * c.chunks * c.value_heads - 1
-            then = Place(c, jnp.minimum(ahead, last), tables_r)
-            at = pl.ds(then.first, CHUNK)
-            for array, head in (
-                (g_r, then.head),
-                (k_r, then.key_head),
-                (q_r, then.key_head),
-                (v_r, then.head),
-            ):
-                plgpu.async_prefetch(array.at[then.row, at, head], predicate=ahead <= last)
-
         def chunk():
             fetch(g_r, place.head, g_box, gate_b)
             fetch(k_r, place.key_head, k_box, qk_b)
@@ -211,8 +91,6 @@ def kernel(c: Chunks, with_inverse: bool):
             plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], beta_s, qk_b)
             if c.packed:
                 plgpu.copy_gmem_to_smem(labels_r.at[place.row, block], labels_s, qk_b)
-            if AHEAD:
-                prefetch()
             a = a_r[place.head]
 
             for i in range(2):
@@ -351,7 +229,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 beta = jnp.where(live, beta, 0.0)
                 beta_cols = jnp.where(live_rows(c, place, labels_cols, COL), beta_cols, 0.0)
             strength = rows(beta, compact)
-            A = inverse(near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s)
+            A = inverse.of_chunk(
+                near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s
+            )
             A = (A * cols(beta_cols, (CHUNK, CHUNK))).astype(BF16)
             if with_inverse:
                 a_s[...] = A
@@ -456,38 +336,3 @@ def by_halves(r, j, sums):
     apart = jnp.bitwise_xor(r, j)
     pairs = jnp.where((r > j) & (apart < 4), jnp.where(apart < 2, sums[2], sums[1]), sums[0])
     return jnp.where(r > j, pairs, 0.0)
-
-
-def inverse(near, far, x16_s, x32_s, y32_s):
-    """(I + L)^-1 `[64, 64]` f32, from L's diagonal blocks `near` and `far[i]`, the columns of
-    block i in the rows of later blocks, all `[64, 16]`; other rows of `far` may hold anything.
-
-    Blocks of 16 are inverted by their warps; then 16 to 32 and 32 to 64, by -X_2 L_21 X_1."""
-    compact, wide = (CHUNK, BLOCK), (CHUNK, 2 * BLOCK)
-    nothing = tiles.zeros(compact)
-    X = blocks.inverse(near)
-    x16_s[...] = X.astype(F16)
-    plgpu.commit_smem()
-    Y = tiles.product(
-        compact,
-        (tiles.by_warp(nothing, far[0], nothing, nothing).astype(F16), x16_s.at[pl.ds(0, BLOCK)]),
-        (tiles.by_warp(nothing, nothing, nothing, far[2]).astype(F16), x16_s.at[pl.ds(32, BLOCK)]),
-    )
-    low = -blocks.product(X, Y)
-    X = jnp.concatenate(
-        [tiles.by_warp(X, low, X, low), tiles.by_warp(nothing, X, nothing, X)], axis=1
-    )
-    X16 = X.astype(F16)
-    x32_s[...] = X16
-    plgpu.commit_smem()
-    below = jnp.concatenate(
-        [tiles.by_warp(nothing, nothing, x, x) for x in (far[0], far[1])], axis=1
-    )
-    Y = tiles.product(wide, (below.astype(F16), x32_s.at[pl.ds(0, 32)]))
-    y32_s[...] = Y.astype(F16)
-    plgpu.commit_smem()
-    Z = -tiles.product(wide, (X16, y32_s.at[pl.ds(32, 32)]))
-    nothing = tiles.zeros(wide)
-    return jnp.concatenate(
-        [tiles.by_warp(X, X, Z, Z), tiles.by_warp(nothing, nothing, X, X)], axis=1
-    )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import documents
-from .prepare import Chunks
+from .chunks import Chunks
 from .tiles import CHUNK
 
 
@@ -40,14 +40,14 @@ def tabulate(segment_ids: jax.Array, regions: int, chunks: int) -> Tables:
     tokens = segment_ids.shape[1]
     label = jnp.maximum(docs.live, 1)
     region = jnp.minimum(label, regions) - 1
-    bounds = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(regions + 1)))(region)
+    bounds = documents.places(region, jnp.arange(regions + 1))
     sizes = jnp.diff(bounds)
     counts = jnp.maximum(-(-sizes // CHUNK), 1)
     ends = jnp.cumsum(counts, axis=1)
     begins = ends - counts
 
     index = jnp.arange(chunks)
-    owner = jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(ends)
+    owner = documents.places(ends, index, side="right")
     used = owner < regions
 
     def pick(x):

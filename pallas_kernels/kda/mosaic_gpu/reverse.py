@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import tiles
-from .prepare import Chunks
+from .chunks import Chunks
 from .scan import REGISTERS, ROWS, Region, warpgroups
 from .tiles import BF16, CHUNK, COL, F32, cols, load, read
 
@@ -41,7 +41,7 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
 
     def body(w_r, kr_r, qd_r, p_r, d_r, do_r, dfinal_r, spans_r, *refs):
         du_r, states_r = refs[:2] if save else (None, None)
-        dinitial_r, *refs = refs[2 * save :]
+        dinitial_r, refs = refs[2 * save], refs[2 * save + 1 :]
         w_s, kr_s, qd_s, p_s, d_s, (do_s, do_box) = refs[:6]
         states_s, du_s = refs[6:8] if save else (None, None)
         full, empty, done = refs[-3:]

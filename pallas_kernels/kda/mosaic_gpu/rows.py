@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ...vma import vary_together
-from .prepare import Chunks
+from .chunks import Chunks
 
 
 def by_rows(call: Callable) -> Callable:

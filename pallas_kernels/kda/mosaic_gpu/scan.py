@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import tiles
-from .prepare import Chunks
+from .chunks import Chunks
 from .tiles import BF16, CHUNK, COL, F32, cols, load, read
 
 ROWS = 64

@@ -20,7 +20,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .registers import (
-    FMA,
     constant,
     equal,
     paired,
@@ -171,23 +170,6 @@ def exp2_anew(x, sign: float, shift: float, table):
         return shaped_like(x, [paired(*map(one, parts_of(r))) for r in x.registers.flat])
 
     return body(x, table)
-
-
-def fma(x, y, z):
-    """x y + z of TILEs in one instruction: jnp's product and sum are rounded apart."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(TILE, TILE, TILE),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE),
-    )
-    def body(ctx, x, y, z):
-        def one(x, y, z):
-            return arith.addf(arith.mulf(x, y, fastmath=FMA), z, fastmath=FMA)
-
-        registers = zip(x.registers.flat, y.registers.flat, z.registers.flat, strict=True)
-        return shaped_like(z, [paired(*map(one, *map(parts_of, r))) for r in registers])
-
-    return body(x, y, z)
 
 
 def reciprocal(x, layout=TILE):

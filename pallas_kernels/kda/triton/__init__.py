@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ...vma import vary_together
-from .. import documents, gates
+from .. import documents, gates, recurrent
 from ..spec import Inputs, Spec, without_tokens
 from . import chunks, launch
 
@@ -87,19 +87,12 @@ def _backward(spec, config, residuals, cotangents):
 
     rows, o, saved = residuals
     grads = operation.backward(spec, config)((rows, o, saved, *cotangents))
-
-    def heads(grad, x):
-        """Summed over the value heads that read one query head."""
-        if grad.shape != x.shape:
-            grad = grad.reshape(*x.shape[:3], -1, x.shape[3]).sum(axis=3)
-        return grad.astype(x.dtype)
-
     dparameters = grads.parameters
     if rows.parameters is not None and rows.parameters.shape != dparameters.shape:
         dparameters = dparameters.sum(axis=0, keepdims=True)
     rows = rows._replace(
-        q=heads(grads.q, rows.q),
-        k=heads(grads.k, rows.k),
+        q=recurrent.to_key_heads(grads.q, rows.q),
+        k=recurrent.to_key_heads(grads.k, rows.k),
         v=grads.v.astype(rows.v.dtype),
         gate=grads.gate,
         beta=grads.beta,
