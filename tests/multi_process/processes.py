@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -87,15 +86,6 @@ class Job:
         """Exit codes and outputs, in the order of the processes."""
         outputs = [process.communicate(timeout=240)[0] for process in self.processes]
         return [process.returncode for process in self.processes], outputs
-
-
-def make_text(folder: Path) -> None:
-    """A small corpus."""
-    words = random.Random(0)
-    (folder / "text").mkdir()
-    for i in range(200):
-        lines = (f"{words.choice('abcdef')}{words.randrange(30)} = {i};" for _ in range(20))
-        (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
 
 
 def _free_port() -> int:

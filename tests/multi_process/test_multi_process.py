@@ -6,14 +6,13 @@ import time
 import pytest
 
 from k3jax.train.metrics import read_metrics
-from tests.multi_process.processes import Job, make_text
+from tests.multi_process.processes import Job
+from tests.tiny import write_corpus
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("home")
-    make_text(folder)
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("home"))
 
 
 def losses(workdir):
