@@ -21,11 +21,13 @@ from configs import CONFIGS
 from experiments.ablation.plan import Run, plan
 from experiments.ablation.report import report
 from experiments.ablation.runner import claim, make, results, spread
-from experiments.program import corpora, launch
+from experiments.options import cache_dir, corpora
+from experiments.program import launch
 from experiments.studies import NAMES, load
 from k3jax.cost import parameter_counts
 from k3jax.flags import define, registered
 
+cache_dir()
 STUDY = flags.DEFINE_string("study", None, f"One of: {', '.join(NAMES)}.")
 SEEDS = flags.DEFINE_integer("seeds", 0, "Runs per point; 0: as many as the study says.")
 DEVICES = flags.DEFINE_integer("devices", 1, "Local GPUs to spread the runs over.")

@@ -1,6 +1,6 @@
 """What a call of the grouped matmul costs on a GPU, with peers beside it, and what routing costs.
 
-    python -m experiments.bench_experts --write=out.json
+    python -m experiments.bench_experts --json=out.json
     python -m experiments.bench_experts --product=65536,3584,3072,112 --spread=zipf --routing=False
 
 Every row is checked first, output and gradients, against float32 at full precision. Peers are
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import sys
-from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from experiments.bench import experts
+from experiments.options import json_file, measurements, repeats, write_json
+from experiments.program import launch
 from pallas_kernels import dispatch
 
 PRODUCTS = flags.DEFINE_multi_string(
@@ -30,8 +30,8 @@ WHO = flags.DEFINE_list(
     "who", ["mosaic_gpu", "triton", *experts.PEERS], "Implementations and peers."
 )
 ROUTING = flags.DEFINE_bool("routing", True, "Also 65,536 tokens to 16 of 896 experts.")
-REPEATS = flags.DEFINE_integer("repeats", 5, "Groups of eight calls, of which the median counts.")
-WRITE = flags.DEFINE_string("write", None, "Also write everything to this file.")
+repeats()  # each of a group of eight calls
+json_file()
 
 
 def calls() -> list[experts.Call]:
@@ -51,18 +51,13 @@ def _shape(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def run() -> None:
+def run() -> int:
     names = (*dispatch.names("grouped_matmul"), *experts.PEERS)
     for who in WHO.value:
         if who not in names:
             raise ValueError(f"--who = {who!r}: must be one of {', '.join(names)}")
-    if REPEATS.value < 1:
-        raise ValueError(f"--repeats = {REPEATS.value}: must be at least 1")
+    times = measurements()
     found: dict = {"rows": []}
-
-    def write() -> None:
-        if WRITE.value:
-            Path(WRITE.value).write_text(json.dumps(found, indent=1) + "\n")
 
     todo = calls()
     # Compilers run side by side; the sizes of groups are no part of a program.
@@ -72,27 +67,17 @@ def run() -> None:
     for call in todo:
         for who in WHO.value:
             program = programs[who, call.shape]
-            found["rows"].append(experts.measure(who, call, program, REPEATS.value))
+            found["rows"].append(experts.measure(who, call, program, times))
             print(experts.table(found["rows"][-1:]).splitlines()[-1], flush=True)
-            write()
+            write_json(found)
     if ROUTING.value:
-        found["routing"] = experts.measure_routing(experts.Routing(), WHO.value[0], REPEATS.value)
-        write()
+        found["routing"] = experts.measure_routing(experts.Routing(), WHO.value[0], times)
+        write_json(found)
     print("\n" + experts.table(found["rows"]))
     if ROUTING.value:
         print(f"\nrouting: {json.dumps(found['routing'])}")
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        if stray := arguments[1:]:
-            raise ValueError(f"{' '.join(stray)}: not understood, each setting is a --flag")
-        run()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch(run)

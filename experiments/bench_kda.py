@@ -15,21 +15,18 @@ shapes are named, after a comparison with float64. Bad input ends in one line an
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments.bench import gpu, gpu_checks, kda_cases, tpu
+from experiments.options import json_file, topology, write_json
+from experiments.program import launch
 from pallas_kernels import dispatch
 from pallas_kernels.kda.spec import GATE_FORMS
 
 BACKEND = flags.DEFINE_enum("backend", "tpu", ["tpu", "gpu"], "Compiled for, or run on.")
-TOPOLOGY = flags.DEFINE_string(
-    "topology", "tpu7x:2x2x1", "A TPU's: v5e:2x2, v5p:2x2x1, v6e:2x2, ..."
-)
+TOPOLOGY = topology()
 SHAPES = flags.DEFINE_multi_string(
     "shape", None, "B,T,H with K = V = 128; may repeat. Of a TPU 1,8192,32, of a GPU a table."
 )
@@ -46,7 +43,7 @@ PEERS = flags.DEFINE_list("peers", [], "On a GPU, beside ours: jla, fla.")
 CHECKS = flags.DEFINE_list(
     "checks", [], f"On a GPU, instead of times: {', '.join(gpu_checks.CHECKS)}."
 )
-JSON = flags.DEFINE_string("json", None, "Also write everything to this file.")
+json_file()
 
 
 _OURS = {"tpu": ["mosaic_tpu"], "gpu": ["mosaic_gpu", "triton"]}
@@ -76,15 +73,15 @@ def _shape(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def run() -> None:
+def run() -> int:
     names = IMPLEMENTATION.value or _OURS[BACKEND.value]
     for name in names:
         if name not in dispatch.names("kda"):
             known = ", ".join(dispatch.names("kda"))
             raise ValueError(f"--implementation = {name!r}: must be one of {known}")
     found = (_on_gpu if BACKEND.value == "gpu" else _for_tpu)(names)
-    if JSON.value:
-        Path(JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+    write_json(found)
+    return 0
 
 
 def _on_gpu(names: list[str]) -> dict[str, Any]:
@@ -106,19 +103,8 @@ def _for_tpu(names: list[str]) -> dict[str, Any]:
     rival = kda_cases.has_tokamax()
     if not rival:
         print("tokamax is not installed (pip install tokamax==0.0.17): ours alone\n")
-    return tpu.measure(names[0], calls(), TOPOLOGY.value, rival)
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        if stray := arguments[1:]:
-            raise ValueError(f"{' '.join(stray)}: not understood, each setting is a --flag")
-        run()
-    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return tpu.measure(names[0], calls(), TOPOLOGY.value or "tpu7x:2x2x1", rival)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    launch(run, RuntimeError)

@@ -23,24 +23,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
-import sys
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from configs import CONFIGS
+from experiments.options import json_file, measurements, repeats, write_json
+from experiments.program import launch
 from k3jax.config import MeshConfig, ModelConfig
 from k3jax.cost import exchange_bytes
 from k3jax.flags import define, override, resolve
@@ -52,10 +51,10 @@ from pallas_kernels.dispatch import current_platform
 
 MESH = flags.DEFINE_list("mesh", ["expert=1"], "Devices along mesh axes: data=2,expert=4.")
 TOKENS = flags.DEFINE_integer("tokens", 16_384, "Of each device.", lower_bound=1)
-REPEATS = flags.DEFINE_integer("repeats", 20, "Of each measurement.", lower_bound=1)
+repeats()
 SEED = flags.DEFINE_integer("seed", 0, "Of parameters and tokens.")
 TRANSPORT = flags.DEFINE_list("transport", [], "Of ring, padded, ragged; by default all there are.")
-JSON = flags.DEFINE_string("json", None, "Also write everything to this file.")
+json_file()
 
 
 def measure(config: ModelConfig, mesh: MeshConfig, transport: str, repeats: int) -> dict[str, Any]:
@@ -168,8 +167,8 @@ def _error(got: Any, want: Any) -> float:
     return max(float(norm(g - w) / (norm(w) or 1.0)) for g, w in pairs)
 
 
-def run() -> None:
-    model, mesh = resolve(CONFIGS).model, _mesh()
+def run() -> int:
+    model, mesh, times = resolve(CONFIGS).model, _mesh(), measurements()
     if not model.moe.experts:
         raise ValueError("model.moe.experts = 0: there is nothing to measure")
     devices = make_mesh(mesh)
@@ -179,7 +178,7 @@ def run() -> None:
         raise ValueError(f"--transport = {','.join(sorted(unknown))}: must be of {', '.join(able)}")
 
     with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:1])):
-        alone = measure(model, MeshConfig(), "local", REPEATS.value)
+        alone = measure(model, MeshConfig(), "local", times)
     print(f"{jax.devices()[0].device_kind} x {devices.size}, {TOKENS.value} tokens each")
     print(f"one device, all tokens: step {alone['step'] * 1e3:.2f} ms")
     found: dict[str, dict[str, Any]] = {"single": {"step": alone["step"]}}
@@ -187,8 +186,8 @@ def run() -> None:
     print("transport  step ms  exchange ms  share  sent MB    GB/s  dropped    error")
     for name in names:
         with jax.set_mesh(devices):
-            row = measure(model, mesh, name, REPEATS.value)
-            row["exchange"] = exchange(model, mesh, name, REPEATS.value)
+            row = measure(model, mesh, name, times)
+            row["exchange"] = exchange(model, mesh, name, times)
         row["error"] = _error(row.pop("results"), alone["results"])
         size = jnp.dtype(model.dtype).itemsize
         counts = (model.moe, width, TOKENS.value, mesh.expert, name)
@@ -200,21 +199,10 @@ def run() -> None:
             f"{row['sent'] / 1e9 / max(row['exchange'], 1e-9):6.1f}  {row['dropped']:7}  "
             f"{row['error']:.1e}"
         )
-    if JSON.value:
-        Path(JSON.value).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        if stray := arguments[1:]:
-            raise ValueError(f"{' '.join(stray)}: not understood, each setting is a --flag")
-        run()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    write_json(found)
     return 0
 
 
 if __name__ == "__main__":
     define(CONFIGS)
-    app.run(main)
+    launch(run)

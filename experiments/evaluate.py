@@ -17,12 +17,14 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.program import corpora, launch
+from experiments.options import cache_dir, corpora
+from experiments.program import launch
 from k3jax.data.tasks import PREFIX
 from k3jax.evals import figures, suites
 from k3jax.flags import define_workdir
 from k3jax.train.restored import Restored, restored
 
+cache_dir()
 SUITES = flags.DEFINE_list("suite", ["perplexity"], "perplexity, or tasks; see above.")
 LENGTHS = flags.DEFINE_list("lengths", ["1", "2", "4", "8"], "Of tasks, in rows of the training.")
 ROWS = flags.DEFINE_integer("rows", 64, "Rows per length of a task.")

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import CONFIGS
 from experiments.hlo import Program, read
+from experiments.options import topology
+from experiments.program import launch
 from k3jax.config import ExperimentConfig
 from k3jax.cost import flops_per_token
 from k3jax.flags import define, resolve
@@ -36,7 +36,7 @@ from k3jax.train.state import bytes_per_device
 from k3jax.train.step import decoder_loss, make_step
 from pallas_kernels.tpu_schedule.chips import CHIPS
 
-TOPOLOGY = flags.DEFINE_string("topology", None, "Generation and shape, such as v5p:4x4x4.")
+TOPOLOGY = topology()
 
 
 class Device(NamedTuple):
@@ -173,18 +173,12 @@ def _reason(message: str) -> str:
     return next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
 
 
-def main(arguments: list[str]) -> int:
-    try:
-        if stray := arguments[1:]:
-            raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
-        if TOPOLOGY.value is None:
-            raise ValueError("--topology: missing, such as v5p:4x4x4")
-        return 0 if plan(resolve(CONFIGS), TOPOLOGY.value) else 1
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run() -> int:
+    if TOPOLOGY.value is None:
+        raise ValueError("--topology: missing, such as v5p:4x4x4")
+    return 0 if plan(resolve(CONFIGS), TOPOLOGY.value) else 1
 
 
 if __name__ == "__main__":
     define(CONFIGS)
-    app.run(main)
+    launch(run)

@@ -1,4 +1,4 @@
-"""What the programs that train share: their caches, and errors that end in one line."""
+"""How programs begin and end: parsed flags, and errors in one line."""
 
 from __future__ import annotations
 
@@ -9,31 +9,25 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 from absl import app, flags, logging
 
-CACHE = flags.DEFINE_string(
-    "cache_dir", "~/.cache/k3jax", "Where tokenised corpora and compiled programs are kept."
-)
+EXPECTED = (ValueError, OSError, MemoryError, ModuleNotFoundError)
 
 
-def corpora() -> Path:
-    """The cache of tokenised corpora; has jax keep what it compiles beside it."""
-    cache = Path(CACHE.value).expanduser()
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
-    return cache / "corpora"
+def launch(run: Callable[[], int], *also: type[Exception]) -> None:
+    """Parses the flags, calls `run` and exits with what it returns, or with 2 for bad input.
 
-
-def launch(run: Callable[[], int]) -> None:
-    """Parses the flags, calls `run` and exits with what it returns, or with 2 for bad input."""
+    Errors of `EXPECTED` and `also` are bad input.
+    """
     sys.stdout.reconfigure(errors="replace")  # a sample may be any text, a terminal may be ASCII
-    app.run(functools.partial(main, run))
+    app.run(functools.partial(main, run, also=also))
 
 
-def main(run: Callable[[], int], arguments: list[str]) -> int:
+def main(
+    run: Callable[[], int], arguments: list[str], also: tuple[type[Exception], ...] = ()
+) -> int:
     """`run`, whose expected errors become one line; `arguments` are what no flag has taken."""
     verbose = flags.FLAGS["verbosity"].present
     if not verbose:  # libraries log at length the errors that are one line here
@@ -43,12 +37,12 @@ def main(run: Callable[[], int], arguments: list[str]) -> int:
     python_logging.getLogger("pallas_kernels").setLevel(python_logging.WARNING)
     try:
         if stray := arguments[1:]:
-            raise ValueError(f"{' '.join(stray)}: not understood, each setting needs its own --set")
+            raise ValueError(f"{' '.join(stray)}: not understood, each setting needs a --flag")
         return run()
     except BaseException as error:
         together = jax.distributed.is_initialized()
         lost = together and isinstance(error, jax.errors.JaxRuntimeError)
-        expected = lost or isinstance(error, ValueError | OSError | MemoryError)
+        expected = lost or isinstance(error, (*EXPECTED, *also))
         if not together and (verbose or not expected):
             raise
         line = str(error).splitlines()[0] if lost else str(error)

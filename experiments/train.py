@@ -17,12 +17,14 @@ from pathlib import Path
 from absl import flags
 
 from configs import CONFIGS
-from experiments.program import corpora, launch
+from experiments.options import cache_dir, corpora
+from experiments.program import launch
 from k3jax.flags import define, resolve
 from k3jax.train.describe import describe
 from k3jax.train.hosts import join, leading
 from k3jax.train.loop import train
 
+cache_dir()
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other processes of this job.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of the first process.")
 PROCESSES = flags.DEFINE_integer("processes", None, "How many processes there are.")

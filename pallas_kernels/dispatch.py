@@ -101,7 +101,7 @@ def choose(operation: str, spec: Any, implementation: str | None) -> ModuleType:
     platform = current_platform()
     rows = _table[operation]
     if implementation is None:
-        reasons = []
+        reasons: list[str] = []
         for row in rows:
             if platform in row.platforms:
                 reason = refusal(row, spec, platform)

@@ -11,6 +11,7 @@ from absl.testing import flagsaver
 
 from experiments import bench_experts
 from experiments.bench import experts
+from experiments.program import main
 from pallas_kernels import dispatch
 
 EXAMPLE = "65536,3584,3072,112"
@@ -63,7 +64,7 @@ def program(capsys):
 
     def run(**values):
         with flagsaver.flagsaver(**values):
-            return bench_experts.main(["bench_experts"]), *capsys.readouterr()
+            return main(bench_experts.run, ["bench_experts"]), *capsys.readouterr()
 
     return run
 
@@ -71,7 +72,7 @@ def program(capsys):
 def test_a_table(program, tmp_path):
     out = tmp_path / "out.json"
     values = {"product": ["60,16,8,3"], "spread": ["zipf"], "repeats": 1, "routing": False}
-    code, printed, errors = program(**values, who=["blocked", "jla"], write=str(out))
+    code, printed, errors = program(**values, who=["blocked", "jla"], json=str(out))
     assert code == 0, errors
     ours, peer = json.loads(out.read_text())["rows"]
     assert ours["both_ms"] > 0 and max(ours["errors"].values()) < experts.TOLERANCE

@@ -11,6 +11,7 @@ from absl.testing import flagsaver
 from experiments import bench_kda
 from experiments.bench import gpu, gpu_checks, kda_cases
 from experiments.bench.kda_cases import WIDTH, Call
+from experiments.program import main
 from pallas_kernels import dispatch
 from pallas_kernels.kda import cost
 from pallas_kernels.tpu_schedule import worker
@@ -63,7 +64,7 @@ def program(capsys):
 
     def run(**values):
         with flagsaver.flagsaver(**{"implementation": ["chunked"], **values}):
-            return bench_kda.main(["bench_kda"]), *capsys.readouterr()
+            return main(bench_kda.run, ["bench_kda"]), *capsys.readouterr()
 
     return run
 
