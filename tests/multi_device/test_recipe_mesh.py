@@ -79,7 +79,7 @@ def main():
 
     batches = [batch() for _ in range(STEPS)]
     one, expected = run(MeshConfig(), batches)
-    many, metrics = run(MeshConfig(data=2, fsdp=2, tensor=2), batches)
+    many, metrics = run(MeshConfig(data=2, context=2, tensor=2), batches)
     assert {leaf.dtype for leaf in one} == {np.dtype(np.float64)}
     clipped = [m["qk_clipped_heads"] for m in expected]
     assert 0 < sum(clipped) < STEPS * MODEL.layers * MODEL.mla.heads, clipped
