@@ -30,7 +30,7 @@ from pallas_kernels.kda.tolerances import TOLERANCES, relative_rms
 RATES = {"NVIDIA H200": (4.3e12, 7.9e14)}
 PEERS = {"jla": "jla", "fla": "fla"}
 GROUPS, SECONDS = 7, 0.03
-COMPARED = 16384  # tokens and heads
+COMPARED = 16384  # tokens times heads
 # Threads compile; kernels are traced by one of them at a time, as Triton wants.
 _LOWERING = threading.Lock()
 NAMES = ("q", "k", "v", "gate", "beta", "a_log", "dt_bias", "initial_state")
@@ -61,9 +61,9 @@ class Row:
 
     who: str
     call: Call
-    ms: float = float("nan")
-    low: float = float("nan")
-    high: float = float("nan")
+    ms: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
     of_bytes: float | None = None
     of_flops: float | None = None
     bytes: int = 0
