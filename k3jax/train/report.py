@@ -53,12 +53,17 @@ def make_sampler(
 
     def advance(
         state: TrainState, tokens: jax.Array, cache: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, Any]:
         model = nnx.merge(plan.graphdef, state.params, state.balancing)
         documents = documents_of(jnp.ones_like(tokens))  # laid out as the tokens are
         logits, cache, _ = model(tokens, documents=documents, cache=cache)
-        drawn = jax.random.categorical(key, logits[:, -1, :vocab_size] / temperature)
-        return drawn.astype(jnp.int32)[:, None], cache
+        last = logits[:, -1]
+        if under_mesh():  # a vocabulary split over tensor
+            last = jax.sharding.reshard(last, PartitionSpec(BATCH))
+        drawn = jax.random.categorical(key, last[:, :vocab_size] / temperature)
+        drawn = drawn.astype(jnp.int32)[:, None]
+        first = jax.sharding.reshard(drawn, PartitionSpec()) if under_mesh() else drawn
+        return drawn, first[0, 0], cache  # any process can read the replicated one
 
     compiled = jax.jit(advance, donate_argnums=2)
 
@@ -68,8 +73,8 @@ def make_sampler(
         tokens = jax.device_put(prompt, PartitionSpec(BATCH) if under_mesh() else None)
         cache, drawn = model.empty_cache(rows, length + count), []
         for step_key in jax.random.split(key, count):
-            tokens, cache = compiled(state, tokens, cache, step_key)
-            drawn.append(int(np.asarray(tokens)[0, 0]))
+            tokens, first, cache = compiled(state, tokens, cache, step_key)
+            drawn.append(int(first))
         return drawn
 
     return sample
