@@ -188,9 +188,16 @@ class KimiDeltaAttention(nnx.Module):
             specs = jax.tree.map(spec_of, streams)
             ends = {name: PartitionSpec(spec[0], None, spec[2]) for name, spec in specs.items()}
             convolve = functools.partial(short_conv, axis=sequence_axis(x))
-            streams, tails = local(
-                convolve, streams, taps, documents, tails, out_specs=(specs, ends)
-            )
+            if self.config.conv_width > 1:
+                streams, tails = local(
+                    convolve, streams, taps, documents, tails, out_specs=(specs, ends)
+                )
+            else:  # tails have no tokens, and a split array of nothing ends XLA for CPUs
+
+                def no_tails(streams, taps, documents):
+                    return convolve(streams, taps, documents, None)[0]
+
+                streams = local(no_tails, streams, taps, documents, out_specs=specs)
         return [split_heads(streams[name], self.config.heads) for name in "qkv"], tails
 
     def _decay_gate(self, x: jax.Array) -> jax.Array | None:

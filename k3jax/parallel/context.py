@@ -19,9 +19,13 @@ from pallas_kernels.kda import spans
 
 def gather_tokens[Tree](x: Tree, axis: str | None) -> Tree:
     """Arrays `[B, T, ...]` of all shards, joined along T; the gradient is a reduce-scatter."""
-    if axis is None:
-        return x
-    return jax.tree.map(lambda a: jax.lax.all_gather(a, axis, axis=1, tiled=True), x)
+
+    def gather(a: jax.Array) -> jax.Array:
+        if axis is None or a.size == 0:  # XLA has no collective of nothing
+            return a
+        return jax.lax.all_gather(a, axis, axis=1, tiled=True)
+
+    return jax.tree.map(gather, x)
 
 
 class Before(NamedTuple):
@@ -69,6 +73,8 @@ def last_tokens[Tree](
     """
     leaves, structure = jax.tree.flatten(ends)
     width, shards = leaves[0].shape[1], tokens_before.shape[1] - 1
+    if width == 0:  # XLA has no collective of nothing
+        return tail, tail
     counts = jnp.diff(tokens_before, axis=1)[..., None]
     real = jnp.arange(width) >= width - counts  # [B, shards, W]
 

@@ -73,7 +73,7 @@ def place(tree, spec=None):
 def check(got, want, context):
     leaves = jax.tree_util.tree_leaves_with_path(got)
     for (path, g), w in zip(leaves, jax.tree.leaves(want), strict=True):
-        error = relative_rms(g, w)
+        error = relative_rms(g, w) if w.size else 0  # no tail behind a convolution of one tap
         assert error <= 1e-12, f"{jax.tree_util.keystr(path)}: {error}, {context}"
 
 
