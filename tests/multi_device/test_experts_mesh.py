@@ -193,7 +193,8 @@ def compare(rng, mesh, transport, changes, batch=BATCH):
             assert relative_rms(got, leaf) < 1e-10, (case, path, relative_rms(got, leaf))
         dropped = int(stats["dropped_routes"].value)
         assert dropped == (chosen & real[..., None]).sum() - kept.sum(), (case, dropped)
-        assert dropped or name != "all to the same" or not moe.buffer_factor, case
+        crowded = name == "all to the same" and moe.buffer_factor and moe.top_k <= K
+        assert dropped or not crowded, case
         load = stats["router"]["load"].value
         assert np.array_equal(load, (chosen & real[..., None]).sum((0, 1))), case
 
