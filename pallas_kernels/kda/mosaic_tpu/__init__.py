@@ -1,9 +1,9 @@
 """Pallas kernels for TPUs: one forward kernel and one backward kernel for the whole of `kda`.
 
 `prepare` (K1) and `recur` (K2) are functions of arrays that a kernel calls one after the other, for
-up to 32 chunks times heads at once; `gradients` is the reverse of `prepare`, `backward` of `recur`.
-A forward pass that will be differentiated saves one state per grid step. NOTES.md tells how they
-came to be what they are.
+up to 32 chunks times heads at once, or 64 where no gradient is asked for; `gradients` is the
+reverse of `prepare`, `backward` of `recur`. A forward pass that will be differentiated saves one
+state per grid step. NOTES.md tells how they came to be what they are.
 """
 
 import functools
@@ -30,7 +30,26 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """`kda` of a checked call: o `[B, T, HV, V]` and the final states or None."""
     if spec.batch * spec.tokens == 0:
         return without_tokens(spec, x)
-    plan = plan_of(spec)
+    return _run(spec, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
+    return _planned(spec, plan_of(spec, alone=True), x)
+
+
+def _run_forward(spec, x):
+    return jax.vjp(functools.partial(_planned, spec, plan_of(spec)), x)
+
+
+def _run_backward(spec, pull, cotangents):
+    return pull(cotangents)
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _planned(spec: Spec, plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     visits = None
     if plan.masked:
         ids = x.segment_ids

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .. import cost
 from ..spec import Spec
 from . import gradients, recur, tokens
-from .activate import beta_rows, beta_slope, write_strength
+from .activate import beta_slope, write_strength
 from .forward import load_state, store_state
 from .launch import (
     Arrays,
@@ -30,7 +30,22 @@ from .launch import (
 )
 from .plan import Plan
 from .prepare import Prepared, narrow, prepare
-from .tiles import CHUNK, NN, NT, TN, above, apart, dot, heads, pairs
+from .tiles import (
+    CHUNK,
+    NN,
+    NT,
+    PAIR,
+    TN,
+    Parts,
+    above,
+    apart,
+    beside,
+    dot,
+    heads,
+    iota,
+    pairs,
+    split,
+)
 from .visits import Visits
 
 PARAMETERS = ("a", "dt_bias")
@@ -90,7 +105,7 @@ class Chain(NamedTuple):
 
     both: -dE above dO, `[heads, 2C, V]` in the products' dtype. errors, y: gradients of E and, per
     beta, of it, `[heads, C, V]`. into: of Kd above Qd, `[heads, 2C, K]`; k_out: of Kr,
-    `[heads, C, K]`; decay: of the chunk's, `[heads, 1, K]`.
+    `[heads, C, K]`; decay: of the chunk's, `[heads, K, 1]`.
     """
 
     both: jax.Array
@@ -105,41 +120,46 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
     marks, raw = tokens.read_marks(plan, refs), tokens.read_raw(refs)
     beta = write_strength(plan, raw.beta, marks)
     p = prepare(plan, raw, marks)
-    A = recur.solve(plan, p, beta)
-    x = recur.operands(plan, p, A, beta)
+    x = recur.operands(plan, p, beta)
     v = tokens.read_values(plan, refs.v[...], marks)
     do = heads(narrow(plan, plan.scale * tokens.read_values(plan, refs.do[...], marks)))
-    strength = heads(beta_rows(plan, beta, plan.value_width))
+    strength = heads(x.strength)
+    k_in, q_in, kept = heads(x.k_in), heads(x.q_in), split(p.k * p.leave, plan.operand)
+    k_out = beside(*(heads(y) for y in kept))
 
     starts, errors, U = _again(plan, x, v, refs.saved[...])
-    solve = _transposed(narrow(plan, A))
-    from_outputs = dot(_transposed(x.read), do, NN)
+    solve = _transposed(x.solve)
+    from_outputs = dot(_transposed(x.read), above(*[do] * len(x.read)), NN)
     dS, chain = refs.S[...], []
     for c in reversed(range(plan.chunks)):
         own = slice(plan.heads * c, plan.heads * (c + 1))
-        xc, after = recur.of_chunk(plan, c, x), narrow(plan, dS)
-        dU = from_outputs[own] + dot(heads(xc.k_out), after, NT)
-        y = dot(solve[own], narrow(plan, dU), NN)
+        after, pseudo = narrow(plan, dS), heads(U[c][0])
+        dU = from_outputs[own] + dot(k_out[own], above(*[after] * len(kept)), NN)
+        parts = split(dU, plan.operand)
+        # Each part of A^T against each of dU.
+        columns = above(*(above(*[y] * len(parts)) for y in parts))
+        y = dot(beside(*[solve[own]] * len(parts)), columns, NN)
         dE = strength[own] * y
-        both = above(narrow(plan, -dE), do[own])
-        ddecay = jnp.sum(starts[c].astype(jnp.float32) * dS, axis=1, keepdims=True)
-        dk_out = dot(heads(U[c]), after, NN)
-        chain.append(Chain(both, dE, y, dot(both, starts[c], NN), dk_out, ddecay))
-        into = above(heads(xc.k_in), heads(xc.q_in))
-        dS = heads(xc.decay) * dS + dot(both, into, TN)
+        down = split(-dE, plan.operand)
+        both = above(down[0], do[own])
+        ddecay = jnp.sum(starts[c].astype(jnp.float32) * dS, axis=2, keepdims=True)
+        into, dk_out = dot(both, starts[c], NT), dot(pseudo, after, NT)
+        chain.append(Chain(both, dE, y, into, dk_out, ddecay))
+        rows = above(*[k_in[own]] * len(down), q_in[own])
+        dS = x.decay[own] * dS + dot(rows, above(*down, do[own]), TN)
     refs.S[...] = dS
 
     d = Chain(*(jnp.concatenate(parts[::-1]) for parts in zip(*chain, strict=True)))
-    pseudo_values = jnp.concatenate(U)
+    pseudo_values = jnp.concatenate([u[0] for u in U])
     dbeta = _dbeta(plan, p, d.y, pseudo_values, jnp.concatenate(errors))
     cotangents = gradients.Cotangents(
         products=dot(pairs(d.both), apart(pseudo_values), NT),
         k_in=pairs(d.into[:, :CHUNK]),
         q_in=pairs(d.into[:, CHUNK:]),
         k_out=pairs(d.k_out),
-        decay=pairs(d.decay),
+        decay=_rows(d.decay),
     )
-    g = gradients.pull(plan, raw, marks, p, x, cotangents)
+    g = gradients.pull(plan, raw, marks, p, x, kept[0], cotangents)
     tokens.put_keys(plan, refs.dq, g.q, now)
     tokens.put_keys(plan, refs.dk, g.k, now)
     tokens.put(plan, refs.dv, pairs(d.errors), now)
@@ -153,14 +173,14 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
 
 def _again(
     plan: Plan, x: recur.Operands, v: jax.Array, saved: jax.Array
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], list[jax.Array], list[Parts]]:
     """Per chunk: the state it starts from, in the products' dtype, the errors V - Kd S and the
     pseudo-values."""
     starts, errors, values = [saved], [], []
     S = saved.astype(jnp.float32)
     for c in range(plan.chunks):
         xc, vc = recur.of_chunk(plan, c, (x, v))
-        errors.append(vc - pairs(dot(heads(xc.k_in), starts[-1], NT)))
+        errors.append(vc - dot(xc.k_in, apart(pairs(starts[-1])), NN))
         values.append(recur.pseudo_values(plan, xc, errors[-1]))
         if c + 1 < plan.chunks:
             S = recur.advance(plan, xc, values[-1], S)
@@ -168,9 +188,21 @@ def _again(
     return starts, errors, values
 
 
-def _transposed(x: jax.Array) -> jax.Array:
-    """Pairs `[n, C, 128]` as the transposes of their heads' matrices, `[2n, C, C]`."""
-    return jnp.swapaxes(x, 1, 2).reshape(2 * x.shape[0], CHUNK, CHUNK)
+def _transposed(parts: Parts) -> jax.Array:
+    """Parts of pairs `[n, C, 128]` as the transposes of their heads' matrices, beside each other:
+    `[2n, C, parts * C]`."""
+    x = jnp.swapaxes(above(*parts), 1, 2)
+    return x.reshape(2 * x.shape[0], CHUNK, -1)
+
+
+def _rows(columns: jax.Array) -> jax.Array:
+    """Columns of heads `[2n, K, 1]` as pairs of rows `[n, 1, 2K]`."""
+    n, K, _ = columns.shape
+    lane = iota((K, -(-n // PAIR) * PAIR), 1)
+    square = functools.reduce(
+        lambda x, h: jnp.where(lane == h, columns[h], x), range(n), jnp.zeros(lane.shape)
+    )
+    return pairs(square.T[:n, None])
 
 
 def _dbeta(plan: Plan, p: Prepared, y: jax.Array, U: jax.Array, errors: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def forward(
     if plan.slots:
         outputs["final"] = (plan.slot_states(), slot_block(plan))
     if save:
-        saved = (plan.rows, plan.visits, plan.value_heads, plan.value_width, plan.key_width)
+        saved = (plan.rows, plan.visits, plan.value_heads, plan.key_width, plan.value_width)
         outputs["saved"] = (jax.ShapeDtypeStruct(saved, plan.operand), saved_block(plan))
 
     def body(now: Now, refs: SimpleNamespace) -> None:
@@ -53,7 +53,7 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
     marks, raw = tokens.read_marks(plan, refs), tokens.read_raw(refs)
     beta = write_strength(plan, raw.beta, marks)
     p = prepare(plan, raw, marks)
-    x = recur.operands(plan, p, recur.solve(plan, p, beta), beta)
+    x = recur.operands(plan, p, beta)
     v = tokens.read_values(plan, refs.v[...], marks)
     S, o = refs.S[...], []
     for c in range(plan.chunks):
@@ -73,7 +73,7 @@ def load_state(
         refs.S[...] = jnp.zeros_like(refs.S)
 
     def load() -> None:
-        refs.S[...] = jnp.swapaxes(getattr(refs, name)[...], 1, 2)
+        refs.S[...] = getattr(refs, name)[...]
 
     when(opens, zero)
     if plan.slots:
@@ -84,6 +84,6 @@ def store_state(refs: SimpleNamespace, name: str, ends: jax.Array) -> None:
     """Leaves `S` in a slot's block `[heads, K, V]`."""
 
     def store() -> None:
-        getattr(refs, name)[...] = jnp.swapaxes(refs.S[...], 1, 2)
+        getattr(refs, name)[...] = refs.S[...]
 
     when(ends, store)

@@ -55,7 +55,13 @@ class Gradients(NamedTuple):
 
 
 def pull(
-    plan: Plan, raw: Raw, marks: Marks | None, p: Prepared, x: Operands, d: Cotangents
+    plan: Plan,
+    raw: Raw,
+    marks: Marks | None,
+    p: Prepared,
+    x: Operands,
+    k_out: jax.Array,
+    d: Cotangents,
 ) -> Gradients:
     """The gradient of `prepare.prepare` and of Kd, Qd and Kr in `recur.operands`."""
     wide = jnp.float32
@@ -85,7 +91,7 @@ def pull(
     anchored = k_rows * dk_rows + q_rows * dq_rows - p.columns.astype(wide) * dcolumns
     terms = [
         (_sums_from(CHUNK), x.k_in.astype(wide) * d.k_in + x.q_in.astype(wide) * d.q_in),
-        (_sums_before(), x.k_out.astype(wide) * d.k_out),
+        (_sums_before(), k_out.astype(wide) * d.k_out),
     ]
     for level in p.levels:
         size, half = level.size, CHUNK // 2

@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .tiles import CHUNK, NN, PAIR, above, beside, dot, iota
+from .tiles import CHUNK, NN, PAIR, Parts, above, apart, beside, dot, folded, iota, split
 
 
 def inverse(L: jax.Array, operand: jnp.dtype) -> jax.Array:
@@ -36,6 +36,31 @@ def inverse(L: jax.Array, operand: jnp.dtype) -> jax.Array:
         merged = _side_by_side(factor, _expand(product, crossing))
         A = above(jnp.where(left, A, 0.0), jnp.where(left, -merged, A))
     return A
+
+
+def refined(L: jax.Array, A: jax.Array) -> Parts:
+    """A better (I + L)^-1 from A, an approximation, in two parts, by one step of Newton's: with the
+    residual R = I - (I + L) A of what A is in bfloat16, A + A R."""
+    high = A.astype(jnp.bfloat16)
+    identity = iota(L.shape[1:], 0) == iota(L.shape[1:], 1) % CHUNK
+    rows = above(*split(jnp.where(identity, 1.0, L), "bfloat16"))
+    R = jnp.where(identity, 1.0, 0.0) - folded(_diagonally(rows, apart(high)), CHUNK)
+    low = _side_by_side(high, apart(R.astype(jnp.bfloat16)))
+    return high, low.astype(jnp.bfloat16)
+
+
+def _diagonally(rows: jax.Array, square: jax.Array) -> jax.Array:
+    """`[n, r, 128] x [n, 128, 128]`, two at a time: rows beside each other against a diagonal of
+    matrices, for rows so many that they cost more than the weights."""
+    n, size, width = rows.shape
+    if n % 2:
+        return dot(rows, square, NN)
+    rows = rows.reshape(n // 2, 2, size, width)
+    square = square.reshape(n // 2, 2, width, width)
+    zero = jnp.zeros_like(square[:, 0])
+    weights = above(beside(square[:, 0], zero), beside(zero, square[:, 1]))
+    both = dot(beside(rows[:, 0], rows[:, 1]), weights, NN)
+    return jnp.stack([both[..., :width], both[..., width:]], axis=1).reshape(n, size, width)
 
 
 def _side_by_side(rows: jax.Array, square: jax.Array) -> jax.Array:

@@ -87,7 +87,7 @@ def slot_block(plan: Plan) -> Block:
 
 
 def saved_block(plan: Plan) -> Block:
-    shape = (None, None, plan.heads, plan.value_width, plan.key_width)
+    shape = (None, None, plan.heads, plan.key_width, plan.value_width)
     return Block(shape, lambda b, g, w: (b, w.visit, g, 0, 0))
 
 
@@ -114,7 +114,7 @@ def launch(
         inputs = inputs | {"marks": (visits.marks, marks_block(plan))}
     inputs = {n: x for n, x in inputs.items() if x[0] is not None}
     names = (*inputs, *outputs, "S")
-    state = (plan.heads, plan.value_width, plan.key_width)
+    state = (plan.heads, plan.key_width, plan.value_width)
 
     def visit_of(i: jax.Array) -> jax.Array:
         return plan.visits - 1 - i if backwards else i

@@ -15,6 +15,9 @@ from .tiles import CHUNK
 # as far as the backward kernel's values for them, MiB a unit of 128 wide heads, find room.
 UNITS = 32
 UNIT_MIB = {"bfloat16": 1.5, "float32": 4.2}
+# A forward pass that will not be differentiated has room for more. Where documents have states,
+# each adds a visit, which had better be short.
+UNITS_ALONE, UNIT_MIB_ALONE = 64, 0.6
 # Of a core's fast memory: 16 MiB on v4, at least 64 on every chip since.
 ROOM_MIB = 60
 # How far a factor of an anchored block may go to either side of 1, in nats. float32 and bfloat16
@@ -100,13 +103,15 @@ def padded_width(width: int) -> int:
     return next(w for w in (64, 128, 256) if width <= w)
 
 
-def plan_of(spec: Spec) -> Plan:
-    """The plan of a call that has tokens."""
+def plan_of(spec: Spec, alone: bool = False) -> Plan:
+    """The plan of a call that has tokens; `alone` if no backward kernel will share it."""
     K, V = padded_width(spec.key_width), padded_width(spec.value_width)
     narrow = {spec.q_dtype, spec.k_dtype, spec.v_dtype} == {"bfloat16"}
     operand = "bfloat16" if narrow else "float32"
-    units = UNITS
-    while units > 2 and units * UNIT_MIB[operand] * max(K, V, 128) / 128 > room_mib():
+    units, unit_mib = UNITS, UNIT_MIB[operand]
+    if alone and narrow and not (spec.packed and spec.states_asked):
+        units, unit_mib = UNITS_ALONE, UNIT_MIB_ALONE
+    while units > 2 and units * unit_mib * max(K, V, 128) / 128 > room_mib():
         units //= 2
     repeat = spec.value_heads // spec.heads
     if math.lcm(repeat, 2) > units:
@@ -161,6 +166,8 @@ def _anchors(spec: Spec, operand: str, most: float) -> tuple[int, float, float |
     bounded = spec.gate_form == "bounded" and spec.gate_width > 0
     least = FLOOR[operand]
     steepest = min(-spec.lower_bound, least) if bounded else least
+    if spec.gate_width == 0:  # nothing decays, and no factor leaves 1
+        return CHUNK, 0.0, None
     sizes = (4,) if operand == "float32" else (32, 16, 8)
     size = next(s for s in sizes if s * steepest <= 2 * most)
     floor = None if bounded and -spec.lower_bound <= least else -least

@@ -13,6 +13,7 @@ scaled, not queries: that would push them out of range. Blocks are then merged b
 from it, and every exponent is at most 0. Log decays are summed in units of log 2.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from .activate import LOG2E, Norms, Raw, keys_cut, l2norm, log2_decay
 from .marks import Marks
 from .plan import Plan
-from .tiles import CHUNK, NN, NT, PAIR, above, apart, beside, dot, iota
+from .tiles import CHUNK, NN, NT, PAIR, above, apart, beside, dot, iota, split
 
 
 class Level(NamedTuple):
@@ -99,11 +100,13 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
     prefix = anchored = sums(plan, until, g)
     if plan.floor is not None:
         anchored = sums(plan, until, jnp.maximum(g, plan.floor * LOG2E))
-    shift = plan.reach * LOG2E
+    # A power of two, so that keys that decay little are rounded alike on both sides.
+    shift = float(round(plan.reach * LOG2E))
     row_decay, column_decay = jnp.exp2(anchored + shift), jnp.exp2(-anchored - shift)
     rows = above(narrow(plan, k * row_decay), narrow(plan, q * row_decay))
-    columns = narrow(plan, k * column_decay)
-    products = dot(rows, apart(columns), NT)
+    columns = split(k * column_decay, plan.operand)
+    products = dot(rows, above(*(apart(y) for y in columns)), NT)
+    products = functools.reduce(jnp.add, jnp.split(products, len(columns), axis=-1))
     own, strict = anchored_pairs(plan)
     delta = jnp.where(own & strict, products[:, :CHUNK], 0.0)
     read = jnp.where(own, products[:, CHUNK:], 0.0)
@@ -139,8 +142,8 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
         leave = jnp.where(marks.kept, leave, 0.0)
         decay = jnp.where(marks.survives, decay, 0.0)
     return Prepared(
-        q, k, q_norm, k_norm, rows, columns, row_decay, column_decay, levels, enter, leave, decay,
-        delta, read,
+        q, k, q_norm, k_norm, rows, columns[0], row_decay, column_decay, levels, enter, leave,
+        decay, delta, read,
     )  # fmt: skip
 
 

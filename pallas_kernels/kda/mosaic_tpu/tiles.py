@@ -7,11 +7,16 @@ lanes of a register. All functions work on `[n, ...]`, n pairs at once: a produc
 some 200 cycles for its result, and only other pairs can fill that time.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 CHUNK = 64
 PAIR = 2 * CHUNK
+
+# Arrays in the products' dtype that stand for their sum.
+Parts = tuple[jax.Array, ...]
 
 # Contracted axes of `dot` after the leading axis of pairs: rows x columns, rows x rows, ...
 NN = (2, 1)
@@ -28,6 +33,20 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def split(x: jax.Array, operand: str) -> Parts:
+    """float32 x as a sum of parts in the products' dtype: of two, which is all of it but 2^-17, in
+    bfloat16."""
+    if operand == "float32":
+        return (x,)
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def folded(x: jax.Array, rows: int) -> jax.Array:
+    """The sum of the blocks of `rows` rows that stand above each other in `[n, m * rows, .]`."""
+    return functools.reduce(jnp.add, (x[:, i : i + rows] for i in range(0, x.shape[1], rows)))
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -52,8 +71,8 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x[..., :width], x[..., width:]
 
 
-def beside(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.concatenate([a, b], axis=-1)
+def beside(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts, axis=-1)
 
 
 def above(*parts: jax.Array) -> jax.Array:
