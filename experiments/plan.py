@@ -116,6 +116,7 @@ def training_step(config: ExperimentConfig, mesh: Mesh):
         recipe.optimiser,
         learning_rate(config.optimiser, config.train.steps),
         np.ones(config.model.vocab_size, np.float32),
+        config.optimiser.qk_clip,
     )
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
