@@ -119,7 +119,8 @@ def plan_of(spec: Spec, alone: bool = False) -> Plan:
     query_heads = spec.value_heads // repeat
     value_heads = (query_heads + query_heads * repeat % 2) * repeat
     whole = math.lcm(repeat, 2)
-    heads = max(h for h in range(whole, units + 1, whole) if value_heads % h == 0)
+    most = min(units, max(UNITS, whole))  # 48 of 96 heads would leave no room for a second chunk
+    heads = max(h for h in range(whole, most + 1, whole) if value_heads % h == 0)
     chunks = 1
     while 2 * chunks * heads <= units and chunks * CHUNK < spec.tokens:
         chunks *= 2
