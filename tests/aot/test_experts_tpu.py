@@ -8,11 +8,8 @@ prints a line of JSON: one process must not open two topologies.
 import dataclasses
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -28,7 +25,7 @@ from k3jax.cost import exchange_bytes
 from k3jax.layers.latent_moe import LatentMoE
 from k3jax.params import partition_specs
 from k3jax.sharding import activation_spec, make_mesh
-from pallas_kernels.tpu_schedule import worker
+from tests.aot.without_a_tpu import needs_libtpu, run
 
 TOKENS, LATENT = 4096, 3584  # of each device; width
 CASES = {
@@ -139,24 +136,10 @@ def main(case):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(worker.missing() is not None, reason=f"{worker.missing()}")
+@needs_libtpu
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_sent_are_those_of_the_formula(case):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.aot.test_experts_tpu", case],
-        cwd=Path(__file__).parents[2],
-        env={
-            **os.environ,
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("tests.aot.test_experts_tpu", case)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     _, transport, mesh = CASES[case]

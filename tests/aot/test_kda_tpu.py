@@ -4,22 +4,16 @@ Run as a program with a topology, this file compiles every case for it and print
 each: libtpu ends the process on some errors, and one process must not open two topologies.
 """
 
-import functools
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.kda import kda
-from pallas_kernels.tpu_schedule import worker
+from tests.aot.without_a_tpu import compile_cases, needs_libtpu, said
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 FOUR = "heads over four devices"
@@ -100,47 +94,18 @@ def compile_both(case, devices):
         assert program.as_text().count("tpu_custom_call") >= kernels
 
 
-def main(name):
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    for case, settings in CASES.items():
-        try:
-            compile_both(settings, topology.devices[: 4 if case == FOUR else 1])
-            said = ""
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"[:2000]
-        print(json.dumps([case, said]), flush=True)
-
-
-@functools.cache
-def results(topology):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.aot.test_kda_tpu", topology],
-        cwd=Path(__file__).parents[2],
-        env={
-            **os.environ,
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lost = f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
-    said = dict(json.loads(line) for line in done.stdout.splitlines())
-    return {case: said.get(case, lost) for case in CASES}
-
-
 @pytest.mark.full
-@pytest.mark.skipif(worker.missing() is not None, reason=f"{worker.missing()}")
+@needs_libtpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiles(topology, case):
-    said = results(topology)[case]
-    assert not said, said
+    problem = said("tests.aot.test_kda_tpu", topology)(case)
+    assert not problem, problem
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    compile_cases(
+        CASES,
+        lambda case, devices: compile_both(CASES[case], devices[: 4 if case == FOUR else 1]),
+        sys.argv[1],
+    )
