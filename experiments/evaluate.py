@@ -4,9 +4,9 @@
     python -m experiments.evaluate --workdir=runs/recall --suite=recall,needle --lengths=1,2,4,8
 
 A suite is `perplexity` (held-out text of the run) or a task of `k3jax.data.tasks`, with options as
-in `data.sources`: `recall:pairs=16`. Lengths are multiples of the rows that the run trained on. The
-newest intact checkpoint is taken, on the mesh that `--set mesh.data=4` and the like describe;
-`evaluation/SUITE.json` and `.png` are written in the workdir.
+in `data.sources`: `recall:pairs=16`. Lengths are multiples of the rows that the run trained on, in
+the latest of its stages. The newest intact checkpoint is taken, on the mesh that `--set
+mesh.data=4` and the like describe; `evaluation/SUITE.json` and `.png` are written in the workdir.
 Bad input ends in one line and exit code 2.
 """
 
@@ -55,7 +55,7 @@ def evaluate(
     """What `suite` finds, at `multiples` of the training's row length."""
     if suite == "perplexity":
         return suites.perplexity(model.score, model.held_out(cache), model.token_bytes)
-    data = model.config.data
+    data = model.data
     lengths = [multiple * data.sequence_length for multiple in multiples]
     return suites.task(model.score, PREFIX + suite, model.tokenizer, lengths, rows, data.batch_size)
 
