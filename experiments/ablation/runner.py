@@ -21,13 +21,16 @@ from typing import Any
 
 from experiments.ablation.plan import Run
 from experiments.ablation.study import Study
+from k3jax.config import ExperimentConfig
 from k3jax.cost import parameter_counts
-from k3jax.flags import to_json
+from k3jax.flags import differences, from_json, to_json
 from k3jax.train.loop import train
 from k3jax.train.metrics import read_metrics
 
 RESULT = "result.json"
 STUDY = "study.json"
+# Where a run is computed, not what: a study goes on with other ones.
+FREE = ("mesh.", "model.moe.transport:", "model.moe.buffer_factor:")
 
 log = logging.getLogger("k3jax")
 
@@ -36,7 +39,7 @@ def claim(workdir: Path, name: str, study: Study, runs: Sequence[Run]) -> None:
     """Makes `workdir` the folder of this study, or checks that it is.
 
     Raises `ValueError` where it holds another study, or the same one with other settings. More
-    seeds of the same settings are welcome.
+    seeds of the same settings are welcome, and so are other devices: `FREE` settings.
     """
     settings = {run.name: json.loads(to_json(run.config)) for run in runs}
     mine = {"study": name, "question": study.question, "runs": settings}
@@ -50,10 +53,14 @@ def claim(workdir: Path, name: str, study: Study, runs: Sequence[Run]) -> None:
         if there != name:
             raise ValueError(f"--workdir = {workdir}: holds the study {there!r}, not {name!r}")
         for run in runs:
-            old = runs_there.get(run.name)
-            if old is not None and old != settings[run.name]:
+            if run.name not in runs_there:
+                continue
+            old = from_json(ExperimentConfig, json.dumps(runs_there[run.name]))
+            changed = [line for line in differences(old, run.config) if not line.startswith(FREE)]
+            if changed:
                 raise ValueError(
-                    f"--workdir = {workdir}: holds this study with other settings of {run.name}"
+                    f"--workdir = {workdir}: holds this study with other settings of {run.name}; "
+                    f"{'; '.join(changed[:8])}"
                 )
         mine["runs"] = runs_there | settings
         if mine == saved:

@@ -120,8 +120,10 @@ def test_a_folder_belongs_to_one_study(tmp_path):
     with pytest.raises(ValueError, match="holds the study 'steps', not 'other'"):
         runner.claim(tmp_path, "other", STUDY, runs)
     changed = plan(STUDY, CONFIGS["nano"](), ["model.d_model=64"], seeds=1)
-    with pytest.raises(ValueError, match="other settings of 10-seed0"):
+    with pytest.raises(ValueError, match=r"of 10-seed0; model\.d_model: 128, now 64$"):
         runner.claim(tmp_path, "steps", STUDY, changed)
+    elsewhere = ["mesh.expert=2", "model.moe.buffer_factor=4", "model.moe.transport=ring"]
+    runner.claim(tmp_path, "steps", STUDY, plan(STUDY, CONFIGS["nano"](), elsewhere, seeds=1))
 
 
 def test_processes_that_claim_a_study_anew_write_nothing(tmp_path):
