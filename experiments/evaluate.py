@@ -35,6 +35,10 @@ def run() -> int:
         raise ValueError("--workdir: missing, must name the directory of a run")
     if not all(text.isdecimal() and int(text) > 0 for text in LENGTHS.value):
         raise ValueError(f"--lengths = {','.join(LENGTHS.value)}: must be positive whole numbers")
+    if not SUITES.value:
+        raise ValueError("--suite: empty, must name perplexity or tasks")
+    if not LENGTHS.value:
+        raise ValueError("--lengths: empty, must be positive whole numbers")
     if ROWS.value < 1:
         raise ValueError(f"--rows = {ROWS.value}: must be at least 1")
     workdir, cache = Path(flags.FLAGS.workdir), corpora()

@@ -77,6 +77,10 @@ def _text(
         lines += [verdict(figures, study.reference, study.metric), ""]
     else:
         lines += [f"No run of {study.reference}, the reference, is finished: no verdict yet.", ""]
+    without = [record for record in found if record.get(study.metric.name) is None]
+    if without:
+        names = ", ".join(f"{record['label']} (seed {record['seed']})" for record in without)
+        lines += [f"Left out, as {study.metric.name} is not finite or not there: {names}.", ""]
     lines += _table(study, runs, found, figures)
     lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", ""]
     lines += ["Settings in which the points differ from the reference:", ""]

@@ -62,7 +62,11 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
     path = workdir / FILE
     if not path.exists():
         raise ValueError(f"--workdir = {workdir}: holds no run, {FILE} is not there")
-    config = override(from_json(ExperimentConfig, path.read_text()), assignments)
+    try:
+        saved = from_json(ExperimentConfig, path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    config = override(saved, assignments)
     with occupy(workdir, config), jax.set_mesh(make_mesh(config.mesh)):
         data = make_train_iterator(config.data, cache_dir)
         plan = decoder_blueprint(config)

@@ -106,8 +106,12 @@ def test_a_report_of_a_study_that_has_begun(tmp_path):
     assert "1 of 6 runs are finished" in text and "no verdict yet" in text
 
 
-def test_runs_without_the_deciding_metric_are_left_out():
+def test_runs_without_the_deciding_metric_are_left_out(tmp_path):
     assert by_label(STUDY, [{"label": "10", "seed": 0}]) == {}
+    runs = plan(STUDY, CONFIGS["nano"](), [], seeds=1)
+    finished(tmp_path, runs, lambda run: 1.0 if run.label == "20" else None)
+    text = report("steps", STUDY, runs, runner.results(runs, tmp_path), tmp_path)
+    assert f"Left out, as {BITS.name} is not finite or not there: 10 (seed 0), 30 (seed 0)." in text
 
 
 def test_a_folder_belongs_to_one_study(tmp_path):
