@@ -4,9 +4,9 @@
     python -m experiments.evaluate --workdir=runs/recall --suite=recall,needle --lengths=1,2,4,8
 
 A suite is `perplexity` (held-out text of the run) or a task of `k3jax.data.tasks`, with options as
-in `data.sources`: `recall:pairs=16`. Lengths are multiples of the rows that the run trained on. The
-newest intact checkpoint is taken, on the mesh that `--set mesh.data=4` and the like describe;
-`evaluation/SUITE.json` and `.png` are written in the workdir.
+in `data.sources`: `recall:pairs=16`. Lengths are multiples of the rows that the run trained on, in
+the latest of its stages. The newest intact checkpoint is taken, on the mesh that `--set
+mesh.data=4` and the like describe; `evaluation/SUITE.json` and `.png` are written in the workdir.
 Bad input ends in one line and exit code 2.
 """
 
@@ -35,6 +35,10 @@ def run() -> int:
         raise ValueError("--workdir: missing, must name the directory of a run")
     if not all(text.isdecimal() and int(text) > 0 for text in LENGTHS.value):
         raise ValueError(f"--lengths = {','.join(LENGTHS.value)}: must be positive whole numbers")
+    if not SUITES.value:
+        raise ValueError("--suite: empty, must name perplexity or tasks")
+    if not LENGTHS.value:
+        raise ValueError("--lengths: empty, must be positive whole numbers")
     if ROWS.value < 1:
         raise ValueError(f"--rows = {ROWS.value}: must be at least 1")
     workdir, cache = Path(flags.FLAGS.workdir), corpora()
@@ -55,7 +59,7 @@ def evaluate(
     """What `suite` finds, at `multiples` of the training's row length."""
     if suite == "perplexity":
         return suites.perplexity(model.score, model.held_out(cache), model.token_bytes)
-    data = model.config.data
+    data = model.data
     lengths = [multiple * data.sequence_length for multiple in multiples]
     return suites.task(model.score, PREFIX + suite, model.tokenizer, lengths, rows, data.batch_size)
 

@@ -4,14 +4,15 @@
         --set mesh.fsdp=32 --set mesh.tensor=2 --set data.batch_size=64
 
 The step is the one that `experiments.train` runs, TPU kernels included; libtpu compiles it ahead of
-time on this machine's CPU (the `tpu-aot` extra). Printed are the bytes of a device against its
-HBM, the collectives with their mesh axes, counts and sizes, the FLOPs of the configuration, and
-the compiler's estimate of the time. Exit code 1 means that it does not fit; bad input ends in one
-line and exit code 2.
+time on this machine's CPU (the `tpu-aot` extra), once for each stage of row lengths. Printed are
+the bytes of a device against its HBM, the collectives with their mesh axes, counts and sizes, the
+FLOPs of the configuration, and the compiler's estimate of the time. Exit code 1 means that it does
+not fit; bad input ends in one line and exit code 2.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -177,7 +178,14 @@ def _reason(message: str) -> str:
 def run() -> int:
     if TOPOLOGY.value is None:
         raise ValueError("--topology: missing, such as v5p:4x4x4")
-    return 0 if plan(resolve(CONFIGS), TOPOLOGY.value) else 1
+    config = resolve(CONFIGS)
+    fits = []
+    for stage in config.data.schedule():
+        if config.data.stages:
+            print(f"after step {stage.start}: {stage.batch_size} rows of {stage.sequence_length}")
+        now = dataclasses.replace(config, data=config.data.during(stage))
+        fits.append(plan(now, TOPOLOGY.value))
+    return 0 if all(fits) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -27,9 +28,34 @@ class Run:
     @property
     def flops(self) -> float:
         """Of the whole run, forward and backward."""
-        data = self.config.data
-        tokens = self.config.train.steps * data.batch_size * data.sequence_length
-        return tokens * flops_per_token(self.config.model, data.sequence_length)
+        return flops_after(self.config, self.config.train.steps)
+
+
+def flops_after(config: ExperimentConfig, steps: int) -> float:
+    """Of the first `steps` steps, forward and backward, in all their stages."""
+    return sum(
+        max(min(end, steps) - start, 0) * step_flops for start, end, step_flops in _stages(config)
+    )
+
+
+def _steps_for(config: ExperimentConfig, flops: float) -> int:
+    """The number of steps, at least 1, whose `flops_after` is nearest to `flops`."""
+    for start, end, step_flops in _stages(config):
+        steps = start + flops / step_flops
+        if steps <= end:
+            break
+        flops -= (end - start) * step_flops
+    return max(round(steps), 1)
+
+
+def _stages(config: ExperimentConfig) -> list[tuple[int, float, float]]:
+    """Of each stage: the steps before it and at its end, and the FLOPs of a step."""
+    stages = config.data.schedule()
+    ends = [*(stage.start for stage in stages[1:]), math.inf]
+    return [
+        (s.start, end, s.tokens * flops_per_token(config.model, s.sequence_length))
+        for s, end in zip(stages, ends, strict=True)
+    ]
 
 
 def plan(study: Study, base: ExperimentConfig, assignments: list[str], seeds: int) -> list[Run]:
@@ -67,10 +93,8 @@ def _equalised(
         case "tokens":
             return config
         case "flops":
-            length = config.data.sequence_length
-            per_token = flops_per_token(config.model, length)
-            target = flops_per_token(reference.model, length) * reference.train.steps
-            return override(config, [f"train.steps={max(round(target / per_token), 1)}"])
+            target = flops_after(reference, reference.train.steps)
+            return override(config, [f"train.steps={_steps_for(config, target)}"])
     target = _size(reference, study)
     for path in _dials(config):  # the first one roughly, the next one what is left
         config = _turned(config, path, lambda c: _size(c, study), target)

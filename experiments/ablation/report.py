@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ablation.plan import Run
+from experiments.ablation.plan import Run, flops_after
 from experiments.ablation.runner import write
 from experiments.ablation.statistics import estimate, paired, verdict
 from experiments.ablation.study import Study
@@ -62,6 +62,7 @@ def _text(
 ) -> str:
     first = runs[0].config
     data = first.data
+    stages = f", then {', '.join(data.stages)} (steps:lengthxrows)" if data.stages else ""
     lines = [
         f"# {name}",
         "",
@@ -69,13 +70,17 @@ def _text(
         "",
         f"Held equal: {EQUAL[study.equal]}. {len(found)} of {len(runs)} runs are finished: "
         f"{len(study.points)} points, {len({run.seed for run in runs})} seeds; rows of "
-        f"{data.sequence_length} tokens, {data.batch_size} a step.",
+        f"{data.sequence_length} tokens, {data.batch_size} a step{stages}.",
         "",
     ]
     if study.reference in figures:
         lines += [verdict(figures, study.reference, study.metric), ""]
     else:
         lines += [f"No run of {study.reference}, the reference, is finished: no verdict yet.", ""]
+    without = [record for record in found if record.get(study.metric.name) is None]
+    if without:
+        names = ", ".join(f"{record['label']} (seed {record['seed']})" for record in without)
+        lines += [f"Left out, as {study.metric.name} is not finite or not there: {names}.", ""]
     lines += _table(study, runs, found, figures)
     lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", ""]
     lines += ["Settings in which the points differ from the reference:", ""]
@@ -129,24 +134,21 @@ def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for point in study.points:
-        curves = defaultdict(list)
-        per_token = 0.0
+        curves, flops = defaultdict(list), {}
         for run in runs:
             if run.label != point.label:
                 continue
-            data = run.config.data
-            total = run.config.train.steps * data.batch_size * data.sequence_length
-            per_token = run.flops / total
             for record in read_metrics(workdir / "runs" / run.name):
                 if record.get("bits_per_byte") is not None:
                     curves[record["tokens"]].append(record["bits_per_byte"])
+                    flops[record["tokens"]] = flops_after(run.config, record["step"])
         if not curves:
             continue
         tokens = np.array(sorted(curves))
         mean, low, high = np.array(
             [(np.mean(c), np.min(c), np.max(c)) for c in (curves[t] for t in tokens)]
         ).T
-        for axes, x in ((left, tokens), (right, tokens * per_token)):
+        for axes, x in ((left, tokens), (right, [flops[t] for t in tokens])):
             (line,) = axes.plot(x, mean, linewidth=1, label=point.label)
             axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
     left.set(xlabel="tokens", ylabel="training bits per byte")

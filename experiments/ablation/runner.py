@@ -21,13 +21,16 @@ from typing import Any
 
 from experiments.ablation.plan import Run
 from experiments.ablation.study import Study
+from k3jax.config import ExperimentConfig
 from k3jax.cost import parameter_counts
-from k3jax.flags import to_json
+from k3jax.flags import differences, from_json, to_json
 from k3jax.train.loop import train
 from k3jax.train.metrics import read_metrics
 
 RESULT = "result.json"
 STUDY = "study.json"
+# Where a run is computed, not what: a study goes on with other ones.
+FREE = ("mesh.", "model.moe.transport:", "model.moe.buffer_factor:")
 
 log = logging.getLogger("k3jax")
 
@@ -36,7 +39,7 @@ def claim(workdir: Path, name: str, study: Study, runs: Sequence[Run]) -> None:
     """Makes `workdir` the folder of this study, or checks that it is.
 
     Raises `ValueError` where it holds another study, or the same one with other settings. More
-    seeds of the same settings are welcome.
+    seeds of the same settings are welcome, and so are other devices: `FREE` settings.
     """
     settings = {run.name: json.loads(to_json(run.config)) for run in runs}
     mine = {"study": name, "question": study.question, "runs": settings}
@@ -44,19 +47,24 @@ def claim(workdir: Path, name: str, study: Study, runs: Sequence[Run]) -> None:
     if path.exists():
         try:
             saved = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            there, runs_there = saved["study"], saved["runs"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: damaged, {error}") from error
-        if saved.get("study") != name:
-            raise ValueError(
-                f"--workdir = {workdir}: holds the study {saved.get('study')!r}, not {name!r}"
-            )
+        if there != name:
+            raise ValueError(f"--workdir = {workdir}: holds the study {there!r}, not {name!r}")
         for run in runs:
-            old = saved["runs"].get(run.name)
-            if old is not None and old != settings[run.name]:
+            if run.name not in runs_there:
+                continue
+            old = from_json(ExperimentConfig, json.dumps(runs_there[run.name]))
+            changed = [line for line in differences(old, run.config) if not line.startswith(FREE)]
+            if changed:
                 raise ValueError(
-                    f"--workdir = {workdir}: holds this study with other settings of {run.name}"
+                    f"--workdir = {workdir}: holds this study with other settings of {run.name}; "
+                    f"{'; '.join(changed[:8])}"
                 )
-        mine["runs"] = saved["runs"] | settings
+        mine["runs"] = runs_there | settings
+        if mine == saved:
+            return  # no write: processes that share the study would cross
     write(path, json.dumps(mine, indent=1) + "\n")
 
 
@@ -91,10 +99,12 @@ def result(run: Run, folder: Path) -> dict[str, Any]:
 def spread(runs: Sequence[Run], workdir: Path, command: Sequence[str], devices: int) -> int:
     """Makes the runs in processes of their own, each on one of `devices` GPUs.
 
-    `command` is this program's, which gets `--only=NAME` for each run. Returns the worst exit code.
+    `command` is this program's, which gets `--only=NAME` for each run. Returns the worst exit code,
+    128 + signal for a process that one ended. Raises `ValueError` for more devices than
+    `CUDA_VISIBLE_DEVICES`, where it is set, lists.
     """
-    free: Queue[int] = Queue()
-    for device in range(devices):
+    free: Queue[str] = Queue()
+    for device in _visible(devices):
         free.put(device)
 
     def one(run: Run) -> int:
@@ -102,14 +112,24 @@ def spread(runs: Sequence[Run], workdir: Path, command: Sequence[str], devices: 
             return 0
         device = free.get()
         try:
-            visible = {"CUDA_VISIBLE_DEVICES": str(device)}
+            visible = {"CUDA_VISIBLE_DEVICES": device}
             arguments = [sys.executable, *command, f"--only={run.name}"]
-            return subprocess.run(arguments, env=os.environ | visible, check=False).returncode
+            code = subprocess.run(arguments, env=os.environ | visible, check=False).returncode
+            return code if code >= 0 else 128 - code
         finally:
             free.put(device)
 
     with ThreadPoolExecutor(devices) as pool:
         return max(pool.map(one, runs), default=0)
+
+
+def _visible(devices: int) -> list[str]:
+    """The names of the first `devices` GPUs that this process may use."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(devices)] if allowed is None else allowed.split(",")
+    if devices > len(names):
+        raise ValueError(f"--devices = {devices}: CUDA_VISIBLE_DEVICES lists {len(names)}")
+    return names[:devices]
 
 
 def results(runs: Sequence[Run], workdir: Path) -> list[dict[str, Any]]:

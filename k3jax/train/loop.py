@@ -211,7 +211,7 @@ class _Loop:
             record["model_flops_per_second"] = speed * self._flops_per_token[number]
         self._write(step, record)
         dropped, self._dropped = self._dropped, 0.0
-        _check_drops(self.config.model.moe, dropped, f"step {step}")
+        check_drops(self.config.model.moe, dropped, f"step {step}")
 
     def _place_of(self, step: int) -> dict[str, float]:
         """What every record begins with: tokens so far, and the stage where there are several."""
@@ -261,7 +261,7 @@ class _Loop:
             jax.profiler.stop_trace()
 
 
-def _check_drops(moe: MoEConfig, dropped: float, where: str) -> None:
+def check_drops(moe: MoEConfig, dropped: float, where: str) -> None:
     """Raises `ValueError` where routes were dropped and may not be."""
     if dropped and not moe.allow_drops:
         raise ValueError(
@@ -282,7 +282,7 @@ def _validation(
     spec = PartitionSpec(BATCH, SEQUENCE)
     found = jax.device_get([evaluate(state, placed(batch, spec, share)) for batch in batches])
     total = {name: sum(float(batch[name]) for batch in found) for name in found[0]}
-    _check_drops(config.model.moe, total["dropped"], "validation")
+    check_drops(config.model.moe, total["dropped"], "validation")
     return {
         "validation_bits_per_byte": _ratio(total["bits"], total["bytes"]),
         "validation_accuracy": _ratio(total["correct"], total["targets"]),

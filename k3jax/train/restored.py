@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from k3jax.config import ExperimentConfig
+from k3jax.config import DataConfig, ExperimentConfig
 from k3jax.data.packing import Batch
 from k3jax.data.pipeline import load_corpus, make_train_iterator, validation_batches
 from k3jax.data.tokenizer import Tokenizer
@@ -22,7 +22,8 @@ from k3jax.layers.documents import documents_of
 from k3jax.model import token_scores
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
-from k3jax.train.loop import decoder_blueprint
+from k3jax.train.loop import check_drops, decoder_blueprint
+from k3jax.train.step import dropped_routes
 from k3jax.train.workdir import FILE, occupy
 
 
@@ -36,13 +37,19 @@ class Restored:
     score: Callable[[Batch], Scores]
 
     @property
+    def data(self) -> DataConfig:
+        """The data in rows and batches of the stage that the run was in."""
+        data = self.config.data
+        return data.during(data.schedule()[data.stage_of(self.step)])
+
+    @property
     def token_bytes(self) -> np.ndarray:
         """`[vocab]`: the bytes of text that each token stands for."""
         return self.tokenizer.token_bytes
 
     def held_out(self, cache_dir: Path) -> list[Batch]:
         """The held-out rows that the run was measured on."""
-        return validation_batches(self.config.data, cache_dir, self.config.train.eval_batches)
+        return validation_batches(self.data, cache_dir, self.config.train.eval_batches)
 
 
 @contextlib.contextmanager
@@ -50,12 +57,16 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
     """The model of the run in `workdir`, with `assignments` to settings that a run may change.
 
     Holds the directory meanwhile. Raises `ValueError` with one line where there is no run, or no
-    intact checkpoint of it.
+    intact checkpoint of it; `score` does where routes to experts are dropped and may not be.
     """
     path = workdir / FILE
     if not path.exists():
         raise ValueError(f"--workdir = {workdir}: holds no run, {FILE} is not there")
-    config = override(from_json(ExperimentConfig, path.read_text()), assignments)
+    try:
+        saved = from_json(ExperimentConfig, path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    config = override(saved, assignments)
     with occupy(workdir, config), jax.set_mesh(make_mesh(config.mesh)):
         data = make_train_iterator(config.data, cache_dir)
         plan = decoder_blueprint(config)
@@ -68,13 +79,15 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
         def scores(params, balancing, batch):
             model = nnx.merge(plan.graphdef, params, balancing)
             documents = documents_of(batch["segment_ids"])
-            hidden, _, _ = model.hidden(batch["inputs"], documents=documents)
-            return token_scores(model, hidden, batch["targets"])
+            hidden, _, stats = model.hidden(batch["inputs"], documents=documents)
+            return *token_scores(model, hidden, batch["targets"]), dropped_routes(stats)
 
         def score(batch: Batch) -> Scores:
             sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(BATCH, SEQUENCE))
             placed = {name: jax.device_put(x, sharding) for name, x in batch.items()}
-            nll, correct = jax.device_get(scores(state.params, state.balancing, placed))
+            found = scores(state.params, state.balancing, placed)
+            nll, correct, dropped = jax.device_get(found)
+            check_drops(config.model.moe, float(dropped), "evaluation")
             kept = {name: batch[name] for name in ("weights", "segment_ids", "targets")}
             return Scores(nll=nll, correct=correct, **kept)
 

@@ -123,7 +123,7 @@ def make_evaluation(
             "bytes": target_bytes(batch, token_bytes),
             "targets": jnp.sum(batch["weights"]),
             "correct": stats["correct"].value,
-            "dropped": _expert_metrics(stats).get("dropped_routes", jnp.float32(0)),
+            "dropped": dropped_routes(stats),
         }
 
     return jax.jit(evaluate)
@@ -134,6 +134,11 @@ def target_bytes(batch: Batch, token_bytes: np.ndarray) -> jax.Array:
     table, targets = jnp.asarray(token_bytes, jnp.float32), batch["targets"]
     out = spec_of(targets) if under_mesh() else None
     return jnp.sum(table.at[targets].get(out_sharding=out) * batch["weights"])
+
+
+def dropped_routes(stats: Stats) -> jax.Array:
+    """How many routes to experts found no room, in all layers."""
+    return _expert_metrics(stats).get("dropped_routes", jnp.float32(0))
 
 
 def _expert_metrics(stats: Stats) -> Metrics:

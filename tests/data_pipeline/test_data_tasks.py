@@ -186,6 +186,7 @@ def test_what_cannot_hold_the_task_is_refused(task, length, symbols, message):
         task.draw(np.random.default_rng(0), length, symbols)
 
 
-def test_a_document_longer_than_its_row_is_refused():
-    with pytest.raises(ValueError, match=r"at most data\.sequence_length = 64"):
-        parse("task:stack:length=65", BYTES, 0).read(np.array([0]), 64)
+@pytest.mark.parametrize("option", ["length", "shortest"])
+def test_a_document_longer_than_its_row_is_refused(option):
+    with pytest.raises(ValueError, match=rf"{option} = 65: .* at most data\.sequence_length = 64"):
+        parse(f"task:stack:{option}=65", BYTES, 0).read(np.array([0]), 64)

@@ -9,7 +9,7 @@ from scipy import stats
 
 from configs import CONFIGS
 from experiments.ablation import runner
-from experiments.ablation.plan import plan
+from experiments.ablation.plan import flops_after, plan
 from experiments.ablation.report import by_label, report
 from experiments.ablation.statistics import estimate, paired, verdict
 from experiments.ablation.study import ACCURACY, BITS, Study
@@ -106,8 +106,12 @@ def test_a_report_of_a_study_that_has_begun(tmp_path):
     assert "1 of 6 runs are finished" in text and "no verdict yet" in text
 
 
-def test_runs_without_the_deciding_metric_are_left_out():
+def test_runs_without_the_deciding_metric_are_left_out(tmp_path):
     assert by_label(STUDY, [{"label": "10", "seed": 0}]) == {}
+    runs = plan(STUDY, CONFIGS["nano"](), [], seeds=1)
+    finished(tmp_path, runs, lambda run: 1.0 if run.label == "20" else None)
+    text = report("steps", STUDY, runs, runner.results(runs, tmp_path), tmp_path)
+    assert f"Left out, as {BITS.name} is not finite or not there: 10 (seed 0), 30 (seed 0)." in text
 
 
 def test_a_folder_belongs_to_one_study(tmp_path):
@@ -120,8 +124,52 @@ def test_a_folder_belongs_to_one_study(tmp_path):
     with pytest.raises(ValueError, match="holds the study 'steps', not 'other'"):
         runner.claim(tmp_path, "other", STUDY, runs)
     changed = plan(STUDY, CONFIGS["nano"](), ["model.d_model=64"], seeds=1)
-    with pytest.raises(ValueError, match="other settings of 10-seed0"):
+    with pytest.raises(ValueError, match=r"of 10-seed0; model\.d_model: 128, now 64$"):
         runner.claim(tmp_path, "steps", STUDY, changed)
+    elsewhere = ["mesh.expert=2", "model.moe.buffer_factor=4", "model.moe.transport=ring"]
+    runner.claim(tmp_path, "steps", STUDY, plan(STUDY, CONFIGS["nano"](), elsewhere, seeds=1))
+
+
+def test_processes_that_claim_a_study_anew_write_nothing(tmp_path):
+    runs = plan(STUDY, CONFIGS["nano"](), [], seeds=1)
+    runner.claim(tmp_path, "steps", STUDY, runs)
+    before = (tmp_path / runner.STUDY).stat().st_mtime_ns
+    runner.claim(tmp_path, "steps", STUDY, runs[:1])
+    assert (tmp_path / runner.STUDY).stat().st_mtime_ns == before
+    (tmp_path / runner.STUDY).write_text("{}")
+    with pytest.raises(ValueError, match=r"study\.json: damaged"):
+        runner.claim(tmp_path, "steps", STUDY, runs)
+
+
+def test_processes_get_the_devices_that_there_are(tmp_path, monkeypatch):
+    runs = plan(STUDY, CONFIGS["nano"](), [], seeds=1)
+    note = "import os, pathlib, sys; pathlib.Path(sys.argv[1], sys.argv[2]).write_text("
+    note += "os.environ['CUDA_VISIBLE_DEVICES']); os.kill(os.getpid(), 9 * ('20' in sys.argv[2]))"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert runner.spread(runs, tmp_path, ["-c", note, str(tmp_path)], 2) == 128 + 9
+    found = {(tmp_path / f"--only={run.name}").read_text() for run in runs}
+    assert found == {"5", "7"}
+    with pytest.raises(ValueError, match="--devices = 3: CUDA_VISIBLE_DEVICES lists 2"):
+        runner.spread(runs, tmp_path, [], 3)
+
+
+def test_flops_are_those_of_all_stages(tmp_path):
+    settings = ["data.batch_size=8", "data.stages=15:512x4", "train.steps=20"]
+    study = dataclasses.replace(
+        STUDY, points=over("model.d_model", [128, 256]), reference="128", equal="flops"
+    )
+    small, large = plan(study, CONFIGS["nano"](), settings, seeds=1)
+    once = plan(study, CONFIGS["nano"](), settings[:1], seeds=1)[0]
+    assert flops_after(small.config, 15) == flops_after(once.config, 15)
+    longer = flops_after(small.config, 16) - flops_after(small.config, 15)
+    assert longer > flops_after(small.config, 1)  # the same tokens, more attention
+    assert small.flops == pytest.approx(15 * flops_after(small.config, 1) + 5 * longer)
+    steps = large.config.train.steps
+    errors = [abs(flops_after(large.config, s) - small.flops) for s in range(1, 40)]
+    assert errors[steps - 1] == min(errors)
+    finished(tmp_path, [small, large], lambda run: 1.0)
+    text = report("stages", study, [small, large], runner.results([small], tmp_path), tmp_path)
+    assert "rows of 256 tokens, 8 a step, then 15:512x4" in text
 
 
 def test_a_study_killed_in_a_run_goes_on_and_skips_what_is_finished(tmp_path, monkeypatch):

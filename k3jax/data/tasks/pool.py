@@ -63,6 +63,10 @@ class TaskPool:
                 f"{PREFIX} length = {longest}: must be at most data.sequence_length = {length}"
             )
         shortest = self.shortest or longest
+        if shortest > length:
+            raise ValueError(
+                f"{PREFIX} shortest = {shortest}: must be at most data.sequence_length = {length}"
+            )
         for place, start in enumerate(starts):
             if start < 0:
                 continue
