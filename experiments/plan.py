@@ -13,7 +13,6 @@ not fit; bad input ends in one line and exit code 2.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import NamedTuple
 
@@ -29,12 +28,9 @@ from experiments.program import launch
 from k3jax.config import ExperimentConfig
 from k3jax.cost import flops_per_token
 from k3jax.flags import define, resolve
-from k3jax.layers.balancing import update_balancing
-from k3jax.optim import learning_rate
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
-from k3jax.train.loop import decoder_blueprint
+from k3jax.train.loop import decoder_blueprint, decoder_step
 from k3jax.train.state import bytes_per_device
-from k3jax.train.step import decoder_loss, make_step
 from pallas_kernels.tpu_schedule.chips import CHIPS
 
 TOPOLOGY = topology()
@@ -111,14 +107,7 @@ def plan(config: ExperimentConfig, topology: str) -> bool:
 def training_step(config: ExperimentConfig, mesh: Mesh):
     """The step of `config` and the shapes, laid out over `mesh`, of its arguments."""
     recipe = decoder_blueprint(config)
-    step = make_step(
-        decoder_loss(recipe.graphdef),
-        functools.partial(update_balancing, config=config.model.moe),
-        recipe.optimiser,
-        learning_rate(config.optimiser, config.train.steps),
-        np.ones(config.model.vocab_size, np.float32),
-        config.optimiser.qk_clip,
-    )
+    step = decoder_step(config, recipe, np.ones(config.model.vocab_size, np.float32))
 
     def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf.update(sharding=NamedSharding(mesh, leaf.sharding.spec))

@@ -16,11 +16,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.ablation.plan import Run, flops_after
-from experiments.ablation.runner import write
 from experiments.ablation.statistics import estimate, paired, verdict
 from experiments.ablation.study import Study
 from k3jax.flags import differences
 from k3jax.train.metrics import read_metrics
+from k3jax.train.workdir import write_whole
 
 EQUAL = {
     "tokens": "tokens (every run sees as many, and those of one seed the same)",
@@ -39,7 +39,7 @@ def report(
     figures = by_label(study, found)
     _against_axis(study, figures, workdir / "axis.png")
     text = _text(name, study, runs, found, figures)
-    write(workdir / "report.md", text)
+    write_whole(workdir / "report.md", text)
     return text
 
 
@@ -126,7 +126,7 @@ def _csv(found: list[dict[str, Any]], path: Path) -> None:
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(found)
-    write(path, text.getvalue())
+    write_whole(path, text.getvalue())
 
 
 def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:

@@ -26,6 +26,7 @@ from k3jax.cost import parameter_counts
 from k3jax.flags import differences, from_json, to_json
 from k3jax.train.loop import train
 from k3jax.train.metrics import read_metrics
+from k3jax.train.workdir import write_whole
 
 RESULT = "result.json"
 STUDY = "study.json"
@@ -65,7 +66,8 @@ def claim(workdir: Path, name: str, study: Study, runs: Sequence[Run]) -> None:
         mine["runs"] = runs_there | settings
         if mine == saved:
             return  # no write: processes that share the study would cross
-    write(path, json.dumps(mine, indent=1) + "\n")
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(mine, indent=1) + "\n")
 
 
 def make(run: Run, workdir: Path, cache: Path) -> int | None:
@@ -77,7 +79,7 @@ def make(run: Run, workdir: Path, cache: Path) -> int | None:
     outcome = train(run.config, folder, cache)
     if outcome.stopped_by is not None:
         return outcome.stopped_by
-    write(folder / RESULT, json.dumps(result(run, folder), indent=1) + "\n")
+    write_whole(folder / RESULT, json.dumps(result(run, folder), indent=1) + "\n")
     return None
 
 
@@ -136,11 +138,3 @@ def results(runs: Sequence[Run], workdir: Path) -> list[dict[str, Any]]:
     """The results that are there, in the order of `runs`."""
     paths = [workdir / "runs" / run.name / RESULT for run in runs]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
-
-
-def write(path: Path, text: str) -> None:
-    """All of `text`, or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)

@@ -79,16 +79,8 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
         spare = config.model.vocab_size - tokenizer.vocab_size
         token_bytes = np.pad(tokenizer.token_bytes, (0, spare))
         plan = decoder_blueprint(config)
-        loss = decoder_loss(plan.graphdef)
-        run_step = make_step(
-            loss,
-            functools.partial(update_balancing, config=config.model.moe),
-            plan.optimiser,
-            learning_rate(config.optimiser, config.train.steps),
-            token_bytes,
-            config.optimiser.qk_clip,
-        )
-        evaluate = make_evaluation(loss, token_bytes)
+        run_step = decoder_step(config, plan, token_bytes)
+        evaluate = make_evaluation(decoder_loss(plan.graphdef), token_bytes)
 
         vote = StopVote(stop)
         with Checkpoints(workdir / "checkpoints", config) as checkpoints:
@@ -125,6 +117,20 @@ def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
     """The blueprint of the decoder of `config`."""
     return blueprint(
         lambda rngs: Decoder(config.model, rngs=rngs), config.optimiser, config.train.steps
+    )
+
+
+def decoder_step(
+    config: ExperimentConfig, plan: Blueprint, token_bytes: np.ndarray
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """The training step of `config`, whose blueprint is `plan`; see `make_step`."""
+    return make_step(
+        decoder_loss(plan.graphdef),
+        functools.partial(update_balancing, config=config.model.moe),
+        plan.optimiser,
+        learning_rate(config.optimiser, config.train.steps),
+        token_bytes,
+        config.optimiser.qk_clip,
     )
 
 

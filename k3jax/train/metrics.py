@@ -12,6 +12,8 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
+from k3jax.train.workdir import write_whole
+
 FILE = "metrics.jsonl"
 
 
@@ -24,10 +26,8 @@ class MetricsLog:
     def __init__(self, workdir: Path, step: int, tensorboard: bool):
         self._path = workdir / FILE
         kept = [record for record in read_metrics(workdir) if record["step"] <= step]
-        part = self._path.with_suffix(".part")
         with self._one_line_errors():
-            part.write_text("".join(map(_line, kept)))
-            part.replace(self._path)
+            write_whole(self._path, "".join(map(_line, kept)))
             self._file = self._path.open("a")
         self._board = None
         if tensorboard:

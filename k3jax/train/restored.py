@@ -17,14 +17,14 @@ from k3jax.data.packing import Batch
 from k3jax.data.pipeline import load_corpus, make_train_iterator, validation_batches
 from k3jax.data.tokenizer import Tokenizer
 from k3jax.evals.tables import Scores
-from k3jax.flags import from_json, override
+from k3jax.flags import override
 from k3jax.layers.documents import documents_of
 from k3jax.model import token_scores
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.loop import check_drops, decoder_blueprint
 from k3jax.train.step import dropped_routes
-from k3jax.train.workdir import FILE, occupy
+from k3jax.train.workdir import FILE, occupy, saved_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,9 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
     Holds the directory meanwhile. Raises `ValueError` with one line where there is no run, or no
     intact checkpoint of it; `score` does where routes to experts are dropped and may not be.
     """
-    path = workdir / FILE
-    if not path.exists():
+    saved = saved_config(workdir)
+    if saved is None:
         raise ValueError(f"--workdir = {workdir}: holds no run, {FILE} is not there")
-    try:
-        saved = from_json(ExperimentConfig, path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     config = override(saved, assignments)
     with occupy(workdir, config), jax.set_mesh(make_mesh(config.mesh)):
         data = make_train_iterator(config.data, cache_dir)

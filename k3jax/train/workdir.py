@@ -42,13 +42,31 @@ def occupy(workdir: Path, config: ExperimentConfig) -> Iterator[None]:
 
 def record_config(workdir: Path, config: ExperimentConfig) -> None:
     """Write the resolved settings to `workdir`: from here on it is the directory of this run."""
-    path = workdir / FILE
-    part = path.with_suffix(".part")
     try:
-        part.write_text(to_json(config))
-        part.replace(path)
+        write_whole(workdir / FILE, to_json(config))
     except OSError as error:
         raise _unusable(workdir, error) from error
+
+
+def saved_config(workdir: Path) -> ExperimentConfig | None:
+    """The settings of the run in `workdir`; None where there is none.
+
+    Raises `ValueError` with one line for a file that holds no settings.
+    """
+    path = workdir / FILE
+    if not path.exists():
+        return None
+    try:
+        return from_json(ExperimentConfig, path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put `text` in `path`, all of it or nothing."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def changed_for_life(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
@@ -67,14 +85,8 @@ def _lock(workdir: Path, handle: int) -> None:
 
 
 def _refuse_other_run(workdir: Path, config: ExperimentConfig) -> None:
-    path = workdir / FILE
-    if not path.exists():
-        return
-    try:
-        saved = from_json(ExperimentConfig, path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if changed := changed_for_life(saved, config):
+    saved = saved_config(workdir)
+    if saved is not None and (changed := changed_for_life(saved, config)):
         raise ValueError(f"--workdir = {workdir}: holds another run; {'; '.join(changed[:8])}")
 
 
