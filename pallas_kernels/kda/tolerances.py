@@ -27,13 +27,15 @@ TOLERANCES: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def relative_rms(actual: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
-    """RMS of the difference over RMS of `expected`, in float64. An `expected` smaller than any
-    float32 counts as the smallest; one NaN in `actual` makes the result NaN."""
+def relative_rms(
+    actual: jax.typing.ArrayLike, expected: jax.typing.ArrayLike, at_least: float = 0.0
+) -> float:
+    """RMS of the difference over RMS of `expected`, in float64. An `expected` smaller than
+    `at_least`, or than any float32, counts as that; one NaN in `actual` makes the result NaN."""
     a, e = np.asarray(actual).astype(np.float64), np.asarray(expected).astype(np.float64)
     if a.shape != e.shape:
         raise ValueError(f"shapes differ: {a.shape} and {e.shape}")
     if a.size == 0:
         return 0.0
-    scale = max(np.sqrt(np.mean(e**2)), float(np.finfo(np.float32).tiny))
+    scale = max(np.sqrt(np.mean(e**2)), at_least, float(np.finfo(np.float32).tiny))
     return float(np.sqrt(np.mean((a - e) ** 2)) / scale)

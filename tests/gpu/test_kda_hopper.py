@@ -18,9 +18,9 @@ from tests.pallas_kernels.kda_suite import (
     evaluate,
     oracle,
     rounded,
+    size_of_sums,
     skip_if_refused,
 )
-from tests.pallas_kernels.test_kda_mosaic_gpu_algebra import luck
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,8 @@ class TestMosaicGpu(KdaSuite):
         actual = evaluate(x, self.implementation, dtype, **options)
         expected = oracle(x, dtype, **options)
         slack = self.slack_of_half if data == "collinear" else 1.0
-        compare(actual, expected, dtype, tuple(set(expected) - luck(case, data)), slack)
+        sums = size_of_sums(x, expected, **options)
+        compare(actual, expected, dtype, slack=slack, at_least=sums)
         if "segment_ids" in x:
             padding = x["segment_ids"] == 0
             for name in ("o", *("d" + n for n in TOKENS if n in x)):

@@ -15,6 +15,8 @@ import functools
 import os
 import time
 import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -172,16 +174,31 @@ def oracle(x: dict[str, np.ndarray], dtype: str = "float32", **options: object):
     return evaluate(seen, "recurrent", "float64", **options)
 
 
+def size_of_sums(x, expected, gate_form: str, **_: object) -> dict[str, float]:
+    """For the gradients of the gate's parameters, whose every entry is a sum over tokens: the root
+    sum square of the terms, RMS over the entries. Rounding follows it, also where a sum cancels."""
+    if "da_log" not in expected:
+        return {}
+    z, dgate = x["gate"] + x["dt_bias"], expected["dgate"]
+    # The log decay's derivative by a_log over that by the gate.
+    ratio = z if gate_form == "bounded" else np.logaddexp(0, z) * (1 + np.exp(-z))
+    terms = {"da_log": (dgate * ratio, (0, 1, 3)), "ddt_bias": (dgate, (0, 1))}
+    return {n: float(np.sqrt(np.mean(np.sum(y**2, axes)))) for n, (y, axes) in terms.items()}
+
+
 def compare(
     actual,
     expected,
     dtype: str = "float32",
     only: tuple[str, ...] = (),
     slack: float = 1.0,
+    at_least: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Every output within its tolerance, times `slack`, and all of the oracle's outputs there."""
+    """Every output within its tolerance, times `slack`, and all of the oracle's outputs there.
+    `at_least`: sizes that outputs smaller than them count as."""
     assert set(actual) == set(expected)
-    errors = {n: relative_rms(actual[n], expected[n]) for n in only or expected}
+    names = only or expected
+    errors = {n: relative_rms(actual[n], expected[n], at_least.get(n, 0.0)) for n in names}
     wrong = {n: e for n, e in errors.items() if not e <= slack * TOLERANCES[dtype][n]}
     assert not wrong, f"KDA_SEED={SEED}: relative RMS of {dtype}: {wrong}"
 
@@ -214,11 +231,10 @@ FAST = (
     Case("deltanet, one key head", T=15, H=1, gate="none", V=24, dtypes=("float32", "float64")),
     Case("one token", T=1, K=5, V=3, gate_form="softplus", parameters=False),
     Case("no tokens", T=0),
-    # Many heads: the gradient of a_log is a sum per head that may cancel to nothing in a few.
-    Case("half, whole chunks", T=256, H=4, HV=16, dtypes=("bfloat16",)),
+    Case("half, whole chunks", T=256, H=1, HV=4, dtypes=("bfloat16",)),
     Case(
         "half, packed states",
-        T=100, B=2, H=5, HV=15, lengths=_DOCUMENTS, documents=6, dtypes=("bfloat16",),
+        T=100, B=2, H=2, HV=6, lengths=_DOCUMENTS, documents=6, dtypes=("bfloat16",),
     ),
 )  # fmt: skip
 
@@ -287,7 +303,9 @@ class KdaSuite:
         assert actual["o"].dtype == rounded(x, dtype)["v"].dtype
         cancels = data == "collinear" or case.gate == "none"
         slack = self.slack_of_half if cancels and dtype in ("bfloat16", "float16") else 1.0
-        compare(actual, oracle(x, dtype, **options), dtype, slack=slack)
+        expected = oracle(x, dtype, **options)
+        sums = size_of_sums(x, expected, **options)
+        compare(actual, expected, dtype, slack=slack, at_least=sums)
         if "segment_ids" in x:
             padding = x["segment_ids"] == 0
             for name in ("o", *("d" + n for n in TOKENS if n in x)):
