@@ -52,7 +52,10 @@ def make_mesh(config: MeshConfig = MeshConfig(), devices: list[jax.Device] | Non
     devices = jax.devices() if devices is None else devices
     needed = math.prod(shape)
     if needed > len(devices):
-        raise ValueError(f"{config}: needs {needed} devices, there are {len(devices)}")
+        sizes = ", ".join(
+            f"mesh.{axis} = {n}" for axis, n in zip(AXES, shape, strict=True) if n > 1
+        )
+        raise ValueError(f"{sizes}: needs {needed} devices, there are {len(devices)}")
     grid = np.asarray(devices[:needed]).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 

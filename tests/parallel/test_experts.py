@@ -80,6 +80,14 @@ def test_local_cannot_serve_a_split_bank():
     assert choose(MoEConfig(experts=8, transport="ring"), Group(None, 1, 8), "cpu") is local
 
 
+def test_ragged_is_refused_where_xla_has_none():
+    moe = MoEConfig(experts=8, transport="ragged")
+    with pytest.raises(
+        ValueError, match=r"^moe\.transport = 'ragged': XLA has no .* for cpu, only"
+    ):
+        choose(moe, Group("expert", 2, 8), "cpu")
+
+
 def test_bad_settings_are_one_line():
     with pytest.raises(ValueError, match=r"^moe\.transport = 'boat': must be one of auto, local"):
         MoEConfig(transport="boat")

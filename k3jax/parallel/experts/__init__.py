@@ -73,6 +73,11 @@ def choose(moe: MoEConfig, group: Group, platform: str) -> ModuleType:
         )
     if group.axis is None:
         return local
+    if name == "ragged" and platform not in ragged.PLATFORMS:
+        raise ValueError(
+            f"moe.transport = 'ragged': XLA has no ragged all-to-all for {platform}, only for "
+            f"{' and '.join(ragged.PLATFORMS)}; ring and padded serve anywhere"
+        )
     return TRANSPORTS[name]
 
 

@@ -25,6 +25,7 @@ from k3jax.parallel.experts.routes import (
 )
 
 ragged_all_to_all = jax.lax.ragged_all_to_all
+PLATFORMS = ("tpu", "gpu")  # that XLA has it for
 
 
 class Chunks(NamedTuple):
