@@ -18,27 +18,25 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 KINDS += ("ragged-all-to-all", "collective-broadcast")
 _INSTRUCTION = re.compile(r"(?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\(")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+UNKNOWN = 2**63 - 1  # what stands for no estimate: of work that a SparseCore does, for one
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_AXES = re.compile(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _GROUP = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One instruction: its kind, how often it runs, the bytes of its result on a device, and which
-    devices take part: those of its first group, or those along the mesh axes `along`."""
+    devices take part: those of its first group, or all."""
 
     kind: str
     count: int
     size: int
     group: tuple[int, ...] = ()
-    along: tuple[str, ...] = ()
 
     def axes(self, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes along which the devices of a group differ."""
-        if self.along:
-            return self.along
         if not self.group:  # all devices
             return tuple(name for name, size in zip(names, shape, strict=True) if size > 1)
         places = np.stack(np.unravel_index(self.group, shape))
@@ -49,31 +47,33 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The collectives of a program, and the cycles that its instructions are estimated to take, 0
-    where the compiler gives no estimates."""
+    """The collectives of a program, the cycles that its instructions are estimated to take, 0 where
+    the compiler gives no estimates, and how many runs of instructions it could not estimate."""
 
     collectives: tuple[Collective, ...]
     cycles: int
+    unknown: int
 
 
 def read(text: str) -> Program:
     """The `Program` of a compiled module's text."""
     module = Module.parse(text)
-    found, cycles = [], 0
+    found, cycles, unknown = [], 0, 0
     for name, body in module.definitions.items():
         instruction = _INSTRUCTION.match(body)
         if instruction is None:
             continue
         times, opcode = module.executions(name), instruction["opcode"]
         if estimate := _CYCLES.search(body):
-            cycles += times * int(estimate[1])
+            if int(estimate[1]) == UNKNOWN:
+                unknown += times
+            else:
+                cycles += times * int(estimate[1])
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
             size = _size(instruction["type"], started=kind != opcode)
-            along = _AXES.search(body)
-            names = tuple(re.findall(r"'(\w+)'", along[1])) if along else ()
-            found.append(Collective(kind, times, size, _group(body), names))
-    return Program(tuple(found), cycles)
+            found.append(Collective(kind, times, size, _group(body)))
+    return Program(tuple(found), cycles, unknown)
 
 
 def _size(shapes: str, started: bool) -> int:
@@ -91,6 +91,12 @@ def _width(dtype: str) -> int:
 
 
 def _group(body: str) -> tuple[int, ...]:
+    if mesh := _MESH.search(body):  # of the program's own axes, or of others over the same devices
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        along = re.findall(r"'(\w+)'", mesh[2])
+        first = tuple(slice(None) if name in along else 0 for name in sizes)
+        return tuple(ids[first].ravel().tolist())
     if iota := _IOTA.search(body):
         groups, dims, order = (
             [int(n) for n in part.split(",")] if part else None for part in iota.groups()

@@ -1,7 +1,7 @@
 """Compile the training step for a TPU pod that is not there, and say what it would take.
 
     python -m experiments.plan --config=kimi_linear --topology=v5p:4x4x4 \\
-        --set mesh.fsdp=32 --set mesh.tensor=2 --set data.batch_size=64
+        --set mesh.fsdp=8 --set mesh.expert=8 --set data.batch_size=64
 
 The step is the one that `experiments.train` runs, TPU kernels included; libtpu compiles it ahead of
 time on this machine's CPU (the `tpu-aot` extra), once for each stage of row lengths. Printed are
@@ -100,7 +100,8 @@ def plan(config: ExperimentConfig, topology: str) -> bool:
     print(_collectives(program, mesh))
     if program.cycles and generation in CHIPS:
         seconds = program.cycles / CHIPS[generation].clock
-        print(f"compiler's estimate, one op after another: {seconds:.3f} s a step")
+        but = f", without {program.unknown:,} ops that it has none for" if program.unknown else ""
+        print(f"compiler's estimate, one op after another: {seconds:.3f} s a step{but}")
     return fits
 
 

@@ -38,6 +38,7 @@ ENTRY %main.9 (a: f32[4,4]) -> f32[4,4] {
   %while.1 = (s32[], f32[4,4]{1,0}) while(%t), condition=%cond, body=%body
   %conditional.1 = f32[4,4]{1,0} conditional(%a), true_computation=%last, false_computation=%other
   %permute-start = (f32[4,4]{1,0}, f32[4,4]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%a), source_target_pairs={{0,2},{2,0}}
+  %all-reduce.3 = f32[4,4]{1,0} all-reduce(%a), replica_groups=mesh['axis_0'=8] {'axis_0'}, to_apply=%add, backend_config={"estimated_cycles":"9223372036854775807"}
   %permute-done = f32[4,4]{1,0} collective-permute-done(%permute-start), backend_config={"estimated_cycles":"7"}
   ROOT %all-reduce = f32[4,4]{1,0} all-reduce(%permute-done), replica_groups={}, to_apply=%add, backend_config={"estimated_cycles":"30"}
 }
@@ -49,14 +50,16 @@ def test_collectives_are_counted_as_often_as_they_run():
     assert program.collectives == (
         Collective("all-gather", 6, 32 * 16 * 2, (0, 1, 4, 5)),
         Collective("reduce-scatter", 6, 2 * 4 * 4 + 4 * 2, (0, 4)),
-        Collective("all-to-all", 1, 64, along=("tensor", "fsdp")),
+        Collective("all-to-all", 1, 64, (0, 1, 4, 5)),
         Collective("collective-permute", 1, 64, (0, 2)),
+        Collective("all-reduce", 1, 64, (0, 1, 2, 3, 4, 5, 6, 7)),
         Collective("all-reduce", 1, 64),
     )
-    assert program.cycles == 6 * 100 + 7 + 30
+    assert program.cycles == 6 * 100 + 7 + 30 and program.unknown == 1
     axes = [found.axes((2, 2, 2), ("fsdp", "context", "tensor")) for found in program.collectives]
     assert axes[:2] == [("fsdp", "tensor"), ("fsdp",)]
-    assert axes[2:] == [("tensor", "fsdp"), ("context",), ("fsdp", "context", "tensor")]
+    whole = ("fsdp", "context", "tensor")
+    assert axes[2:] == [("fsdp", "tensor"), ("context",), whole, whole]
 
 
 @pytest.mark.parametrize("name", ["v5p", "v5p:4", "v9:2x2", "v5p:2x2x1x1", "", "v5p:axb"])
