@@ -28,6 +28,7 @@ from pallas_kernels.kda.mosaic_gpu import (
     activate,
     blocks,
     chunks,
+    decays,
     exchange,
     gradients,
     inverse,
@@ -398,8 +399,9 @@ def interpreted():
         ):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        for module in (activate, chunks, inverse, prepare, scan, pieces, reverse, gradients):
-            for name in ("load", "cols", "rows", "read"):
+        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays)
+        for module in (*tools, prepare, scan, pieces, reverse, gradients):
+            for name in ("load", "cols", "rows", "read", "exp2"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])
             for name, known, words in (("plgpu", plgpu, PLGPU), ("lax", lax, LAX), ("pl", pl, PL)):

@@ -39,6 +39,15 @@ def write_strength(c: Chunks, raw, layout):
     return jnp.where(jnp.abs(beta) < 2.0**-40, 2.0**-40, beta)
 
 
+def strength_gradient(c: Chunks, x, raw, layout):
+    """Of raw beta, from the sum x of dV U, which holds beta twice."""
+    beta = write_strength(c, raw, layout)
+    dbeta = x / (beta * beta)
+    if c.beta_form == "logit":
+        dbeta = dbeta * sigmoid(raw, layout) * sigmoid(-raw, layout)
+    return dbeta
+
+
 def gate_gradient(c: Chunks, dlog, raw, a, dt):
     """From that of the log decay (in nats) those of the raw gate and, summand by summand, of a."""
     if c.gate_form == "log_decay":

@@ -5,6 +5,7 @@ are `[64, n]`, and what is said of a block is done for all four.
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
@@ -31,7 +32,7 @@ from .registers import (
     warp_id,
     word,
 )
-from .tiles import BLOCK, CHUNK, COL, F32, ROW, TILE, buffer
+from .tiles import BLOCK, CHUNK, COL, F32, ROW, TILE, buffer, exp2
 
 
 def cumsum(x, exclusive: bool = False):
@@ -133,6 +134,20 @@ def halfway(x, level):
         return shaped_like(x, out)
 
     return body(x, jnp.int32(level))
+
+
+def to_middle(within, level):
+    """The decay between each token and the middle of its sub-block of 2^(level + 1) tokens, where
+    `within` is the running sum of log decays."""
+    return exp2(-jnp.abs(within - halfway(within, level)))
+
+
+def of_level(near, level):
+    """Of the pairs of every block `[64, 16]` bf16 those that join two halves of 2^level tokens."""
+    r = jnp.bitwise_and(plgpu.broadcasted_iota(jnp.int32, near.shape, 0, layout=TILE), 15)
+    apart = jnp.bitwise_xor(r, plgpu.broadcasted_iota(jnp.int32, near.shape, 1, layout=TILE))
+    joins = lax.shift_right_logical(apart, level) == 1
+    return jnp.where(joins, near.astype(F32), 0.0).astype(near.dtype)
 
 
 def last_row(x):

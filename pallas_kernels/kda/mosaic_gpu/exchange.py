@@ -23,7 +23,7 @@ from .registers import (
     warp_id,
     word,
 )
-from .tiles import COL, F32, TILE
+from .tiles import COL, F32, TILE, load
 
 # A table of what blocks tell each other: rows 1 to 4 are the blocks', row 0 is neutral.
 END_ROWS = 5
@@ -110,6 +110,14 @@ def load_row(ref, table: tuple[int, int, int, int], n: int):
         return shaped_like(like, out)
 
     return body(ref)
+
+
+def total(ref):
+    """COL: the sum of rows 1 to 4 of a table."""
+    out = load(ref.at[1], COL)
+    for i in (2, 3, 4):
+        out = out + load(ref.at[i], COL)
+    return out
 
 
 def store_first_warp(x, ref) -> None:

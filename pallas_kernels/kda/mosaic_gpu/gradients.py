@@ -6,14 +6,14 @@ With dU and the gradient dS' of the state after the chunk (`reverse`), S before 
     dQd = dO S^T              dKd = -dV S^T          dKr = U dS'^T
     dbeta = sum(dV U) / beta^2
 
-and from these those of q, k and of the log decays. Every factor of a pair is one of a row, decayed
-from its block's start, or of a column, decayed to its block's end (`prepare`); what lies between
-two blocks scales a sum that is carried from block to block, as in Horner's rule. The gradient of a
-log decay is a sum over the rows at or after it of row factor times its gradient, less column factor
-times its gradient: both sides use the same rounded factors, so that pairs on one side of a token
-cancel exactly, and a pair i == j is left out. What a token leaves in the state after the chunk
-counts for the later log decays alone, as a sum of its own: among saturated gates it is larger than
-their gradients by many orders. A warpgroup takes 64 channels of keys and 64 of values.
+and from these those of q, k and of the log decays (`decays`). Every factor of a pair is one of a
+row, decayed from its block's start, or of a column, decayed to its block's end (`prepare`); what
+lies between two blocks scales a sum that is carried from block to block, as in Horner's rule. The
+gradient of a log decay is a sum over the rows at or after it of row factor times its gradient, less
+column factor times its gradient: both sides use the same rounded factors, so that pairs on one side
+of a token cancel exactly, and a pair i == j is left out. What a token leaves in the state after the
+chunk counts for the later log decays alone, as a sum of its own: among saturated gates it is larger
+than their gradients by many orders. A warpgroup takes 32 channels of keys and 32 of values.
 """
 
 import functools
@@ -25,27 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import blocks, exchange, tiles
-from .activate import FLOOR, SHIFT, gate_gradient, log_decay, sigmoid, write_strength
+from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
 from .chunks import Chunks, Place, live_rows
+from .decays import of_log_decays
 from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows
 
 WIDTH = 32
 # Rows of the exchange between warpgroups, and of beta and the labels.
 _QUERY, _KEY, _BETA, _OWN = range(4)
 _STRENGTH, _LABEL = (3, 2), (3, 3)
-
-
-def by_level(near, level):
-    """Of the pairs of every block `[64, 16]` bf16 those that join two halves of 2^level tokens."""
-    r = jnp.bitwise_and(plgpu.broadcasted_iota(jnp.int32, near.shape, 0, layout=tiles.TILE), 15)
-    apart = jnp.bitwise_xor(r, plgpu.broadcasted_iota(jnp.int32, near.shape, 1, layout=tiles.TILE))
-    joins = lax.shift_right_logical(apart, level) == 1
-    return jnp.where(joins, near.astype(F32), 0.0).astype(BF16)
-
-
-def halves(within, level):
-    """The decay between each token and the middle of its sub-block of 2^(level + 1) tokens."""
-    return tiles.exp2(-jnp.abs(within - blocks.halfway(within, level)))
 
 
 def kernel(c: Chunks):
@@ -117,14 +105,7 @@ def kernel(c: Chunks):
         def send(buffer, box, array):
             """A finished tile, committed, to a token array."""
             target = array.at[place.row, tokens, place.head, own]
-            if not c.packed:
-                plgpu.copy_smem_to_gmem(box, target)
-                return
-            plgpu.copy_smem_to_gmem(box, target, place.count == CHUNK)
-
-            @pl.when(place.count < CHUNK)
-            def _():
-                tiles.copy_rows(buffer, target, place.count)
+            tiles.copy_out(buffer, box, target, place.count if c.packed else None)
 
         def chunk():
             fetch()
@@ -168,12 +149,8 @@ def kernel(c: Chunks):
             # Pairs: warpgroup 0 takes P and warpgroup 1 M.
             @pl.when(group < 2)
             def _():
-                def contract(acc):
-                    for j in range(groups):
-                        plgpu.wgmma(acc, values_s.at[group * groups + j], u_s.at[j].T)
-                    return tiles.read(acc)
-
-                x = pl.run_scoped(contract, plgpu.ACC(square, F32))
+                factors = ((values_s.at[group * groups + j], u_s.at[j].T) for j in range(groups))
+                x = tiles.product(square, *factors)
                 x = x * (1.0 - 2.0 * group.astype(F32))
                 rows_s.at[_OWN, group][...] = blocks.diagonal(blocks.own(x))
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=tiles.TILE)
@@ -232,14 +209,9 @@ def kernel(c: Chunks):
 
             def with_state(values, state):
                 """All of the values times this group's channels of a state."""
-
-                def contract(acc):
-                    for j in range(groups):
-                        rows_j = state.at[group, pl.ds(j * WIDTH, WIDTH)]
-                        plgpu.wgmma(acc, values.at[j], rows_j)
-                    return tiles.read(acc)
-
-                return pl.run_scoped(contract, plgpu.ACC(part, F32))
+                channels = (pl.ds(j * WIDTH, WIDTH) for j in range(groups))
+                factors = ((values.at[j], state.at[group, own]) for j, own in enumerate(channels))
+                return tiles.product(part, *factors)
 
             def row_gradient(pairs, from_state):
                 """That of a row factor, from the state and then from earlier blocks: on its way
@@ -307,15 +279,15 @@ def kernel(c: Chunks):
 
                 def by_halves(level, carry):
                     dk, dlog = carry
-                    e = halves(within, level)
+                    e = blocks.to_middle(within, level)
                     x16 = (key() * e).astype(BF16)
-                    joined = by_level(near_delta, level)
+                    joined = blocks.of_level(near_delta, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
                     dlog = dlog + x16.astype(F32) * x
                     dk = dk + x * e
                     x = blocks.times(tiles.zeros(part), joined, x16, True)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
-                    x = blocks.times(x, by_level(near_read, level), y16, True)
+                    x = blocks.times(x, blocks.of_level(near_read, level), y16, True)
                     return dk + x * e, dlog - x16.astype(F32) * x
 
                 dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
@@ -346,9 +318,9 @@ def kernel(c: Chunks):
 
                 def by_halves(level, carry):
                     dq, dlog = carry
-                    e = halves(within, level)
+                    e = blocks.to_middle(within, level)
                     x16 = (key() * e).astype(BF16)
-                    joined = by_level(near_read, level)
+                    joined = blocks.of_level(near_read, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
                     return dq + x * e, dlog + y16.astype(F32) * x
@@ -360,66 +332,31 @@ def kernel(c: Chunks):
             plgpu.commit_smem()
             send(query_tile, q_box.at[group], dq_r)
 
-            # Log decays: of the state, and of what earlier tokens leave in the next one.
+            # Log decays.
             leaves = load(column_tile).astype(F32) * outgoing()
-            exchange.store_column_sums(leaves, sums)
-            leaves = blocks.cumsum(leaves, exclusive=True)
-            tiles.warpgroup_barrier()
-            earlier = functools.partial(exchange.load_row, sums, n=WIDTH)
-            rest = earlier((0, 1, 1, 1)) + earlier((0, 0, 2, 2)) + earlier((0, 0, 0, 3))
-            state = tiles.zeros(part)
-            for j in range(D // CHUNK):
-                half = (group, pl.ds(j * CHUNK, CHUNK))
-                state = state + load(states_s.at[half]).astype(F32) * load(
-                    dstates_s.at[half]
-                ).astype(F32)
-            tiles.warpgroup_barrier()
-            exchange.store_column_sums(state, sums)
-            tiles.warpgroup_barrier()
-            whole = decay((1, 1, 1, 1)) * decay((2, 2, 2, 2)) * decay((3, 3, 3, 3))
-            whole = whole * decay((4, 4, 4, 4))
-            if c.packed:
-                whole = jnp.where(place.entry == place.exit, whole, 0.0)
-            rest = rest + column_total(sums) * whole
-
-            # And of pairs, and of what reads the state before: sums over the rows at or after.
-            tiles.warpgroup_barrier()
-            dlog = blocks.suffix_sum(dlog)
-            exchange.store_firsts(dlog, sums)
-            tiles.warpgroup_barrier()
-            later = functools.partial(exchange.load_row, sums, n=WIDTH)
-            rest = rest + later((2, 3, 4, 0)) + later((3, 4, 0, 0)) + later((4, 0, 0, 0))
-            dlog = masked(dlog + leaves + cols(rest, part))
+            states = (states_s.at[group], dstates_s.at[group])
+            dlog = masked(of_log_decays(c, place, dlog, leaves, states, decays, sums))
             draw, da = gate_gradient(c, dlog, load(g_s.at[group]).astype(F32), a, bias())
             draw = masked(draw)
             tiles.warpgroup_barrier()
             exchange.store_column_sums(draw, sums)
             tiles.warpgroup_barrier()
-            sums_r[place.out, place.chunk, 0, own] = column_total(sums)
+            sums_r[place.out, place.chunk, 0, own] = exchange.total(sums)
             if da is not None:
                 tiles.warpgroup_barrier()
                 exchange.store_column_sums(masked(da), sums)
                 tiles.warpgroup_barrier()
-                sums_r[place.out, place.chunk, 1, own] = column_total(sums)
+                sums_r[place.out, place.chunk, 1, own] = exchange.total(sums)
             g_s.at[group][...] = draw.astype(BF16)
             plgpu.commit_smem()
             send(g_s.at[group], g_box.at[group], dg_r)
 
             raw = load(rows_s.at[*_STRENGTH], ROW)
-            beta = write_strength(c, raw, ROW)
-            dbeta = exchanged(_BETA) / (beta * beta)
-            if c.beta_form == "logit":
-                dbeta = dbeta * sigmoid(raw, ROW) * sigmoid(-raw, ROW)
+            dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
             if live is not None:
                 dbeta = jnp.where(live, dbeta, 0.0)
             dbeta_r[place.out, block] = dbeta
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def column_total(table):
-            total = load(table.at[1], COL)
-            for i in (2, 3, 4):
-                total = total + load(table.at[i], COL)
-            return total
 
         if c.packed:
             pl.when(place.count >= 0)(chunk)

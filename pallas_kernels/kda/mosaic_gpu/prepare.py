@@ -144,7 +144,7 @@ def kernel(c: Chunks, with_inverse: bool):
                         k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
                         near_l, near_p = list(near_l), list(near_p)
                         for level, i in HALVES:
-                            e = tiles.exp2(-jnp.abs(within - blocks.halfway(within, level)))
+                            e = blocks.to_middle(within, level)
                             x, y = (k * e).astype(BF16), (q * e).astype(BF16)
                             near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
                             near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)

@@ -207,17 +207,9 @@ def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
 
             o_s.at[group].T[...] = o16
             plgpu.commit_smem()
-            if c.packed:
-                # The chunk's box reaches into the next region's tokens.
-                count = region.tokens - last * CHUNK
-                target = output(last)
-                plgpu.copy_smem_to_gmem(o_box.at[group], target, count == CHUNK)
-
-                @pl.when(count < CHUNK)
-                def _():
-                    tiles.copy_rows(o_s.at[group], target, count)
-            else:
-                plgpu.copy_smem_to_gmem(o_box.at[group], output(last))
+            # The chunk's box may reach into the next region's tokens.
+            count = region.tokens - last * CHUNK if c.packed else None
+            tiles.copy_out(o_s.at[group], o_box.at[group], output(last), count)
             if return_final:
                 final_r.at[region.row, region.slot, region.head, values][...] = read(s_acc)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

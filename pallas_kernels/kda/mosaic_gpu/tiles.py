@@ -219,6 +219,19 @@ def buffer(width: int):
     return plgpu.RefType(transforms(width, 2 * width))
 
 
+def copy_out(buffer, box, target, count=None) -> None:
+    """Starts to copy a committed tile to a token array, only `count` rows of it if that is given;
+    `box` is `buffer` as copies see it (`by_token`)."""
+    if count is None:
+        plgpu.copy_smem_to_gmem(box, target)
+        return
+    plgpu.copy_smem_to_gmem(box, target, count == CHUNK)
+
+    @pl.when(count < CHUNK)
+    def _():
+        copy_rows(buffer, target, count)
+
+
 def copy_rows(source, target, count) -> None:
     """The first `count` rows of a bf16 buffer `[64, n]`, n 32 or 64, to global memory.
 

@@ -1,0 +1,54 @@
+"""The gradient of the log decays of a chunk: what `gradients` ends with.
+
+A log decay has a share in every product that it decays. Of pairs and of what reads the state before
+the chunk those are the products at or after its token, of what tokens leave in the state after the
+chunk those before it, and of what the state before leaves there all.
+"""
+
+import functools
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from . import blocks, exchange, tiles
+from .chunks import Chunks, Place
+from .tiles import CHUNK, F32, cols, load
+
+
+def of_log_decays(c: Chunks, place: Place, pairs, leaves, states, decays, sums):
+    """The gradient of the log decays, TILE.
+
+    Args:
+      pairs: for every token its row factor times the gradient of that, less the same of its column
+        factor, TILE.
+      leaves: what it leaves in the state after the chunk times the gradient of that state, TILE.
+      states: this warpgroup's channels of the state before and of the gradient of the state after,
+        two buffers `[V, n]` in bf16.
+      decays, sums: tables (`exchange`) of the blocks' decays, and to compute in.
+    """
+    exchange.store_column_sums(leaves, sums)
+    leaves = blocks.cumsum(leaves, exclusive=True)
+    tiles.warpgroup_barrier()
+    width = pairs.shape[1]
+    told = functools.partial(exchange.load_row, sums, n=width)
+    decay = functools.partial(exchange.load_row, decays, n=width)
+    rest = told((0, 1, 1, 1)) + told((0, 0, 2, 2)) + told((0, 0, 0, 3))
+    state = tiles.zeros(pairs.shape)
+    for j in range(c.key_width // CHUNK):
+        before, after = (load(x.at[pl.ds(j * CHUNK, CHUNK)]).astype(F32) for x in states)
+        state = state + before * after
+    tiles.warpgroup_barrier()
+    exchange.store_column_sums(state, sums)
+    tiles.warpgroup_barrier()
+    whole = decay((1, 1, 1, 1)) * decay((2, 2, 2, 2)) * decay((3, 3, 3, 3))
+    whole = whole * decay((4, 4, 4, 4))
+    if c.packed:
+        whole = jnp.where(place.entry == place.exit, whole, 0.0)
+    rest = rest + exchange.total(sums) * whole
+
+    tiles.warpgroup_barrier()
+    pairs = blocks.suffix_sum(pairs)
+    exchange.store_firsts(pairs, sums)
+    tiles.warpgroup_barrier()
+    rest = rest + told((2, 3, 4, 0)) + told((3, 4, 0, 0)) + told((4, 0, 0, 0))
+    return pairs + leaves + cols(rest, pairs.shape)
