@@ -35,7 +35,7 @@ def kimi_k3() -> ExperimentConfig:
         moe=MoEConfig(
             experts=896, top_k=16, expert_width=3072, shared_experts=2, latent_width=3584
         ),
-        remat="full",
+        remat="everything",
     )
     # Rows grow from 8K to 64K in pre-training (K3R §3), and in a cooldown, not among these stages,
     # to 256K and 1M. Peak rate, batch and horizon of K3 are not published: placeholders, for cost

@@ -21,7 +21,7 @@ Residual = Literal["plain", "attn_res_block", "attn_res_full"]
 Activation = Literal["swiglu", "situ"]
 Balancing = Literal["none", "sign", "quantile", "histogram"]
 Transport = Literal["auto", "local", "ring", "padded", "ragged"]
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "full", "everything"]  # `k3jax.layers.block` says what each keeps
 DType = Literal["float32", "bfloat16", "float64"]
 
 

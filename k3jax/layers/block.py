@@ -165,14 +165,16 @@ class SuperBlock(nnx.Module):
         return stream, [*pairs, *[None] * (len(self.layers) - place - len(block))]
 
 
-# What came from other devices on the way to experts and back is kept whatever else is recomputed:
-# no collective of a transport runs twice.
+# "dots" and "full" keep what came from other devices on the way to experts and back, so that no
+# collective of a transport runs twice; "everything" keeps the inputs of a layer alone. With 16 routes
+# a token what came is the larger part of what a deep model would hold.
 _MOVED = jax.checkpoint_policies.save_only_these_names(*NAMES)
 _POLICIES: dict[str, Callable[..., bool] | None] = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _MOVED
     ),
     "full": _MOVED,
+    "everything": None,
 }
 
 
