@@ -135,7 +135,7 @@ def test_packed_equals_separate(config):
     "changes",
     [
         {"unroll": True, "remat": "full", "residual": TWO_PHASE},
-        pytest.param({"unroll": True}, marks=pytest.mark.full),
+        pytest.param({"unroll": True, "remat": "everything"}, marks=pytest.mark.full),
         pytest.param({"remat": "dots", "residual": TWO_PHASE}, marks=pytest.mark.full),
     ],
 )

@@ -166,7 +166,7 @@ class SuperBlock(nnx.Module):
 
 
 # "dots" and "full" keep what came from other devices on the way to experts and back, so that no
-# collective of a transport runs twice; "everything" keeps the inputs of a layer alone. With 16 routes
+# collective of a transport runs twice; "everything" keeps the inputs of a layer alone. At 16 routes
 # a token what came is the larger part of what a deep model would hold.
 _MOVED = jax.checkpoint_policies.save_only_these_names(*NAMES)
 _POLICIES: dict[str, Callable[..., bool] | None] = {

@@ -213,8 +213,8 @@ def is_program(value):
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-def repeat_nothing(transport, remat, want):
-    """A layer's gradient runs each exchange once forward and once backward, whatever is saved."""
+def count_exchanges(transport, remat, want):
+    """The exchanges of a layer's gradient: those of the forward pass twice if nothing is kept."""
     moe = dataclasses.replace(MOE, transport=transport, first_k_dense=0)
     config = ModelConfig(d_model=D, moe=moe, full_attention="gqa", mixers=("full",), layers=1)
     with jax.set_mesh(make_mesh(DATA)):
@@ -242,9 +242,12 @@ def main(cases):
     ragged.PLATFORMS = ("cpu",)
     for remat in ("none", "dots", "full"):
         # Counts of routes; tokens and their weights there, sums back; and the same backward.
-        repeat_nothing("padded", remat, {"all_to_all": 1 + 3 + 3})
-        repeat_nothing("ragged", remat, {"all_gather": 1, "ragged_all_to_all": 3 + 3})
-        repeat_nothing("ring", remat, {"all_gather": 2 + 2 + 1, "reduce_scatter": 1 + 2})
+        count_exchanges("padded", remat, {"all_to_all": 1 + 3 + 3})
+        count_exchanges("ragged", remat, {"all_gather": 1, "ragged_all_to_all": 3 + 3})
+        count_exchanges("ring", remat, {"all_gather": 2 + 2 + 1, "reduce_scatter": 1 + 2})
+    count_exchanges("padded", "everything", {"all_to_all": 7 + 4})
+    count_exchanges("ragged", "everything", {"all_gather": 1 + 1, "ragged_all_to_all": 6 + 3})
+    count_exchanges("ring", "everything", {"all_gather": 5 + 4, "reduce_scatter": 3 + 1})
     ragged.ragged_all_to_all = emulated
     seed = np.random.SeedSequence().entropy
     rng = np.random.default_rng(seed)
