@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.kda import kda, kda_step, scaling
@@ -124,6 +126,64 @@ def test_shard_map(total, expected, check_vma):
             return local(x)
 
         agree(quick(jax.value_and_grad(of_all))(x), expected)
+
+
+def second(implementation):
+    x = {n: y for n, y in inputs(B=1, T=5, D=4).items() if n not in ("a_log", "dt_bias")}
+
+    def total(v, q):
+        return loss(x | {"v": v, "q": q}, implementation=implementation)
+
+    def of_values(v):
+        return (jax.grad(total)(v, x["q"]) ** 2).sum()
+
+    def of_cotangents(do):
+        def o(v):
+            return kda(**x | {"v": v}, **OPTIONS, implementation=implementation)[0]
+
+        return (jax.vjp(o, x["v"])[1](do)[0] ** 2).sum()
+
+    return x["v"], of_values, of_cotangents
+
+
+@pytest.mark.full
+def test_second_derivatives():
+    agree(*(quick(jax.grad(f))(v) for v, f, _ in (second("chunked"), second("recurrent"))))
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_kernels_say_that_they_have_no_second_derivatives(which):
+    v, *functions = second("mosaic_tpu")
+    with pytest.raises(NotImplementedError, match=r"'mosaic_tpu' has no second .*'chunked' has"):
+        jax.eval_shape(jax.grad(functions[which - 1]), v)
+
+
+@pytest.mark.xfail(
+    raises=ValueError, strict=True, reason="jax: the interpreter reads an index map's table"
+)
+def test_a_table_that_varies_in_an_index_map():
+    """Why packed states of the TPU kernels, whose blocks are found in tables, need check_vma=False
+    on a CPU. Compiled for a TPU they do not."""
+
+    def copy(table, x):
+        return pl.pallas_call(
+            lambda table, x, y: y.__setitem__(..., x[...]),
+            out_shape=jax.ShapeDtypeStruct(
+                x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+            ),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(1,),
+                in_specs=[pl.BlockSpec((8, 128), lambda i, table: (table[i], 0))],
+                out_specs=pl.BlockSpec((8, 128), lambda i, table: (i, 0)),
+            ),
+            interpret=True,
+        )(table, x)
+
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        shapes = [(1,), jnp.int32], [(8, 128), jnp.float32]
+        arguments = (jax.reshard(jnp.zeros(*shape), P("data")) for shape in shapes)
+        jax.jit(jax.shard_map(copy, in_specs=P("data"), out_specs=P("data"))).lower(*arguments)
 
 
 def test_float64_stays_float64_and_narrow_types_come_back():

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import documents, gates, recurrent
+from ..derivatives import first_alone
 from ..spec import Inputs, Spec, initial_states, without_tokens
 from . import gradients, pieces, prepare, regions, reverse, scan
 from .chunks import Chunks
@@ -187,12 +188,14 @@ def _operands(c, shared, rows):
 
 
 def _forward(c, return_final, arrays, initial, tables):
+    arrays, initial = first_alone("mosaic_gpu", (arrays, initial))
     arguments = _arguments(arrays, initial, tables)
     o, final, saved = _forward_kernels(c, (return_final, True), *arguments)
     return (o, final), (arrays, initial, tables, saved)
 
 
 def _backward(c, return_final, saved, cotangents):
+    saved, cotangents = first_alone("mosaic_gpu", (saved, cotangents))
     arrays, initial, tables, kept = saved
     arguments = _arguments(arrays, initial, tables, kept, *cotangents)
     *dtokens, dinitial, sums = _backward_kernels(c, (return_final,), *arguments)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import gates
+from ..derivatives import first_alone
 from ..spec import Inputs, Spec, without_tokens
 from .backward import PARAMETERS, backward
 from .forward import forward
@@ -119,6 +120,7 @@ def _kda(
 
 
 def _forward(spec, plan, arrays, initial, visits):
+    arrays, initial = first_alone("mosaic_tpu", (arrays, initial))
     out = forward(spec, plan, arrays, visits, initial, save=True)
     saved = (arrays, visits, out["saved"], initial is not None)
     return (out["o"], out.get("final")), saved
@@ -126,6 +128,7 @@ def _forward(spec, plan, arrays, initial, visits):
 
 def _backward(spec, plan, saved, cotangents):
     arrays, visits, states, has_initial = saved
+    arrays, states, cotangents = first_alone("mosaic_tpu", (arrays, states, cotangents))
     do, dfinal = cotangents
     plan = backward_plan(spec, plan)
     grads = backward(spec, plan, arrays, visits, states, do, dfinal, has_initial)

@@ -29,7 +29,7 @@ from .launch import (
     when,
 )
 from .plan import Plan
-from .prepare import Prepared, narrow, prepare
+from .prepare import Prepared, narrow, prepare, times_columns
 from .tiles import (
     CHUNK,
     NN,
@@ -124,7 +124,7 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
     v = tokens.read_values(plan, refs.v[...], marks)
     do = heads(narrow(plan, plan.scale * tokens.read_values(plan, refs.do[...], marks)))
     strength = heads(x.strength)
-    k_in, q_in, kept = heads(x.k_in), heads(x.q_in), split(p.k * p.leave, plan.operand)
+    k_in, q_in, kept = heads(x.k_in), heads(x.q_in), split(p.k_out, plan.operand)
     k_out = beside(*(heads(y) for y in kept))
 
     starts, errors, U = _again(plan, x, v, refs.saved[...])
@@ -150,10 +150,10 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
     refs.S[...] = dS
 
     d = Chain(*(jnp.concatenate(parts[::-1]) for parts in zip(*chain, strict=True)))
-    pseudo_values = jnp.concatenate([u[0] for u in U])
-    dbeta = _dbeta(plan, p, d.y, pseudo_values, jnp.concatenate(errors))
+    values = tuple(jnp.concatenate(part) for part in zip(*U, strict=True))
+    dbeta = _dbeta(plan, p, d.y, values, jnp.concatenate(errors))
     cotangents = gradients.Cotangents(
-        products=dot(pairs(d.both), apart(pseudo_values), NT),
+        products=times_columns(pairs(d.both), values),
         k_in=pairs(d.into[:, :CHUNK]),
         q_in=pairs(d.into[:, CHUNK:]),
         k_out=pairs(d.k_out),
@@ -205,10 +205,11 @@ def _rows(columns: jax.Array) -> jax.Array:
     return pairs(square.T[:n, None])
 
 
-def _dbeta(plan: Plan, p: Prepared, y: jax.Array, U: jax.Array, errors: jax.Array) -> jax.Array:
+def _dbeta(plan: Plan, p: Prepared, y: jax.Array, U: Parts, errors: jax.Array) -> jax.Array:
     """Gradient of beta, `[2n, C, 1]`, times beta in the logit form, where U = beta (E - M U) saves
     the product."""
     if plan.beta_form == "logit":
-        return jnp.sum(y * heads(U).astype(jnp.float32), axis=-1, keepdims=True)
-    per_beta = errors - dot(narrow(plan, p.delta), apart(U), NN)
+        per_beta = functools.reduce(jnp.add, (u.astype(jnp.float32) for u in U))
+    else:
+        per_beta = errors - recur.times(narrow(plan, p.delta), U)
     return jnp.sum(y * heads(per_beta), axis=-1, keepdims=True)

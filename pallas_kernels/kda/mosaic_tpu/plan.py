@@ -40,6 +40,7 @@ class Plan:
     operand: dtype of the products' operands; v_dtype: of v and o.
     anchored: tokens of a block whose pairs are split at one anchor; larger distances by halving.
     reach: of that block's factors, in nats. floor: the least log decay of a token, in nats.
+    level_parts: bfloat16 numbers that the columns of larger blocks are sums of, at most.
     masked: some tokens are padding, or documents meet inside a chunk. visits: see `visits.py`.
     slots: states of documents are read or written.
     """
@@ -62,6 +63,7 @@ class Plan:
     anchored: int
     reach: float
     floor: float | None
+    level_parts: int
     masked: bool
     slots: int
     visits: int
@@ -148,6 +150,7 @@ def plan_of(spec: Spec, alone: bool = False) -> Plan:
         anchored=anchored,
         reach=reach,
         floor=floor,
+        level_parts=1,
         masked=masked,
         slots=slots,
         visits=steps + slots if slots and masked else steps,
@@ -155,9 +158,10 @@ def plan_of(spec: Spec, alone: bool = False) -> Plan:
 
 
 def backward_plan(spec: Spec, plan: Plan) -> Plan:
-    """The plan of the backward kernel, whose factors meet cotangents."""
+    """The plan of the backward kernel, whose factors meet cotangents, and which has more levels,
+    and the time to multiply their columns in two parts."""
     anchored, reach, floor = _anchors(spec, plan.operand, REACH)
-    return dataclasses.replace(plan, anchored=anchored, reach=reach, floor=floor)
+    return dataclasses.replace(plan, anchored=anchored, reach=reach, floor=floor, level_parts=2)
 
 
 def _anchors(spec: Spec, operand: str, most: float) -> tuple[int, float, float | None]:

@@ -14,6 +14,7 @@ from it, and every exponent is at most 0. Log decays are summed in units of log 
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -22,17 +23,17 @@ import jax.numpy as jnp
 from .activate import LOG2E, Norms, Raw, keys_cut, l2norm, log2_decay
 from .marks import Marks
 from .plan import Plan
-from .tiles import CHUNK, NN, NT, PAIR, above, apart, beside, dot, iota, split
+from .tiles import CHUNK, NN, NT, PAIR, Parts, above, apart, beside, dot, iota, split
 
 
 class Level(NamedTuple):
     """Pairs across the middles of blocks of 2 `size` tokens: `rows` `[n, C, 2K]` are the keys, then
     the queries, of right halves, `columns` `[n, C, 2K]` the keys of left halves and zeros, both in
-    the products' dtype; `ahead` and `behind` `[n, C / 2, 2K]` are their decays."""
+    the products' dtype, these in parts; `ahead` and `behind` `[n, C / 2, 2K]` are their decays."""
 
     size: int
     rows: jax.Array
-    columns: jax.Array
+    columns: Parts
     ahead: jax.Array
     behind: jax.Array
 
@@ -46,6 +47,7 @@ class Prepared(NamedTuple):
     enter, leave, decay: decays from the chunk's start up to a token and from after it to the end,
       `[n, C, 2K]`, and of the chunk, `[n, 1, 2K]`.
     delta, read: M, without beta in it, and P, `[n, C, 128]`.
+    k_in, q_in, k_out: Kd, Qd and Kr, `[n, C, 2K]` in float32.
     """
 
     q: jax.Array
@@ -62,6 +64,9 @@ class Prepared(NamedTuple):
     decay: jax.Array
     delta: jax.Array
     read: jax.Array
+    k_in: jax.Array
+    q_in: jax.Array
+    k_out: jax.Array
 
 
 def narrow(plan: Plan, x: jax.Array) -> jax.Array:
@@ -103,27 +108,41 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
     # A power of two, so that keys that decay little are rounded alike on both sides.
     shift = float(round(plan.reach * LOG2E))
     row_decay, column_decay = jnp.exp2(anchored + shift), jnp.exp2(-anchored - shift)
-    rows = above(narrow(plan, k * row_decay), narrow(plan, q * row_decay))
-    columns = split(k * column_decay, plan.operand)
-    products = dot(rows, above(*(apart(y) for y in columns)), NT)
-    products = functools.reduce(jnp.add, jnp.split(products, len(columns), axis=-1))
+    k_row, q_row, k_column = k * row_decay, q * row_decay, k * column_decay
+    rows = above(narrow(plan, k_row), narrow(plan, q_row))
+    columns = split(k_column, plan.operand)
+    products = times_columns(rows, columns)
     own, strict = anchored_pairs(plan)
     delta = jnp.where(own & strict, products[:, :CHUNK], 0.0)
     read = jnp.where(own, products[:, CHUNK:], 0.0)
 
     # Decays of every block: from its start, to its end, and of all of it.
-    enters = [jnp.exp2(x) for x in blocks(prefix, size)]
-    if plan.operand == "float32":
-        # A difference of prefixes has lost the digits of slow decays that follow a fast one.
-        suffixes = blocks(sums(plan, (i < j) & (i // size == j // size), g), size)
+    in_blocks = blocks(prefix, size)
+    lasts = [x[:, -1:] for x in in_blocks]
+    # Where the anchored factors hold true decays, all others are theirs times a constant or a row.
+    shared = plan.floor is None and plan.operand == "bfloat16"
+    unshift = 2.0**-shift
+    if shared:
+        enters = [x * unshift for x in blocks(row_decay, size)]
+        leaves = [
+            x * jnp.exp2(y + shift) for x, y in zip(blocks(column_decay, size), lasts, strict=True)
+        ]
     else:
-        suffixes = [x[:, -1:] - x for x in blocks(prefix, size)]
-    leaves = [jnp.exp2(x) for x in suffixes]
+        enters = [jnp.exp2(x) for x in in_blocks]
+        suffixes = [y - x for x, y in zip(in_blocks, lasts, strict=True)]
+        if plan.operand == "float32":
+            # A difference of prefixes has lost the digits of slow decays that follow a fast one.
+            suffixes = blocks(sums(plan, (i < j) & (i // size == j // size), g), size)
+        leaves = [jnp.exp2(x) for x in suffixes]
     wholes = [x[:, -1:] for x in enters]
     levels = []
     while size < CHUNK:
         level = _level(plan, size, q, k, above(*enters[1::2]), above(*leaves[0::2]))
-        products = dot(level.rows, apart(level.columns), NT)
+        if shared and size == plan.anchored:  # the anchored rows, but for a power of two
+            known = above(*(right_halves(x, size) for x in (rows[:, :CHUNK], rows[:, CHUNK:])))
+            products = times_columns(known, level.columns) * unshift
+        else:
+            products = times_columns(level.rows, level.columns)
         if size < CHUNK // 2:
             crossing = crossing_pairs(size)
             products = jnp.where(above(crossing, crossing), products, 0.0)
@@ -136,15 +155,37 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
         wholes = [wholes[a] * wholes[b] for a, b in ab]
         size *= 2
     (enter,), (leave,), (decay,) = enters, leaves, wholes
+    if not shared:
+        k_in, q_in, k_out = k * enter, q * enter, k * leave
+    else:
+        starts = itertools.accumulate(lasts[:-1])
+        later = [jnp.exp2(x + y) for x, y in zip(in_blocks[1:], starts, strict=True)]
+        k_in, q_in = (
+            above(
+                row[:, : plan.anchored] * unshift,
+                *(a * b for a, b in zip(blocks(x, plan.anchored)[1:], later, strict=True)),
+            )
+            for x, row in ((k, k_row), (q, q_row))
+        )
+        ends = [jnp.exp2(x + shift) for x in itertools.accumulate(lasts[::-1])][::-1]
+        k_out = above(*(a * b for a, b in zip(blocks(k_column, plan.anchored), ends, strict=True)))
     if marks is not None:
+        k_in, q_in = (jnp.where(marks.carried, x, 0.0) for x in (k_in, q_in))
+        k_out = jnp.where(marks.kept, k_out, 0.0)
         delta, read = (jnp.where(marks.same, x, 0.0) for x in (delta, read))
         enter = jnp.where(marks.carried, enter, 0.0)
         leave = jnp.where(marks.kept, leave, 0.0)
         decay = jnp.where(marks.survives, decay, 0.0)
     return Prepared(
         q, k, q_norm, k_norm, rows, columns[0], row_decay, column_decay, levels, enter, leave,
-        decay, delta, read,
+        decay, delta, read, k_in, q_in, k_out,
     )  # fmt: skip
+
+
+def times_columns(rows: jax.Array, columns: Parts) -> jax.Array:
+    """Rows `[n, ., 2K]` of pairs times the sum of the parts of columns, `[n, ., 128]`."""
+    products = dot(rows, above(*(apart(y) for y in columns)), NT)
+    return functools.reduce(jnp.add, jnp.split(products, len(columns), axis=-1))
 
 
 def anchored_pairs(plan: Plan) -> tuple[jax.Array, jax.Array]:
@@ -187,4 +228,5 @@ def _level(
     rows = above(right_halves(k, size) * ahead, right_halves(q, size) * ahead)
     columns = left_halves(k, size) * behind
     columns = interleave(columns, jnp.zeros_like(columns), size)
-    return Level(size, narrow(plan, rows), narrow(plan, columns), ahead, behind)
+    parts = split(columns, plan.operand)[: plan.level_parts]
+    return Level(size, narrow(plan, rows), parts, ahead, behind)

@@ -6,9 +6,8 @@ with A = (I + diag(beta) M)^-1. States are held as `[K, V]`, so that one load of
 weights, serves the outputs and the state.
 
 Where keys are nearly equal and little is forgotten, pseudo-values alternate in sign and 64 of them
-cancel. So they, A and P, and the columns of M and P in an anchored block, are sums of two bfloat16
-numbers (`tiles.split`). A state, an error, or what multiplies one of them, is one bfloat16 number;
-so is Kr, whose second half the forward kernel has no time for (NOTES.md).
+cancel. So they, A, P and Kr, and the columns of M and P in an anchored block, are sums of two
+bfloat16 numbers (`tiles.split`). A state, an error, or what multiplies one of them, is one.
 """
 
 from typing import NamedTuple
@@ -41,8 +40,7 @@ class Operands(NamedTuple):
     """What the recurrence reads of n pairs of heads.
 
     k_in, q_in: keys and queries that see the state, `[n, C, 2K]` in the products' dtype.
-    solve, read: A and P `[n, C, 128]`, in parts. kept: Kr, transposed, `[n, K, 128]`, in the
-      products' dtype.
+    solve, read: A and P `[n, C, 128]`, in parts. kept: Kr, transposed, `[n, K, 128]`, in parts.
     strength: beta along rows, `[n, C, 2V]`; decay: of the chunk, `[2n, K, V]`; both in float32.
     """
 
@@ -50,7 +48,7 @@ class Operands(NamedTuple):
     q_in: jax.Array
     solve: Parts
     read: Parts
-    kept: jax.Array
+    kept: Parts
     strength: jax.Array
     decay: jax.Array
 
@@ -59,13 +57,13 @@ def operands(plan: Plan, p: Prepared, beta: jax.Array) -> Operands:
     """beta is `[chunks * C, heads]`."""
     L = p.delta * beta_rows(plan, beta, CHUNK)
     A = inverse(L, jnp.dtype(plan.operand))
-    kept = jnp.swapaxes(above(*halves(p.k * p.leave)), 1, 2)
+    kept = jnp.swapaxes(above(*halves(p.k_out)), 1, 2)
     return Operands(
-        k_in=narrow(plan, p.k * p.enter),
-        q_in=narrow(plan, p.q * p.enter),
+        k_in=narrow(plan, p.k_in),
+        q_in=narrow(plan, p.q_in),
         solve=(A,) if plan.operand == "float32" else refined(L, A),
         read=split(p.read, plan.operand),
-        kept=narrow(plan, kept),
+        kept=split(kept, plan.operand),
         strength=beta_rows(plan, beta, plan.value_width),
         decay=_columns(p.decay, plan.value_width),
     )
@@ -85,10 +83,10 @@ def chunk_step(plan: Plan, x: Operands, v: jax.Array, S: jax.Array) -> tuple[jax
     """Outputs of one chunk, pairs `[heads / 2, C, 2V]`, and the next state, both in float32."""
     seen = dot(above(x.k_in, x.q_in), apart(narrow(plan, pairs(S))), NN)
     U = pseudo_values(plan, x, v - seen[:, :CHUNK])
-    y = _times(above(*x.read, x.kept), U)
+    y = times(above(*x.read, *x.kept), U)
     rows = CHUNK * len(x.read)
-    own = folded(y[:, :rows], CHUNK)
-    return seen[:, CHUNK:] + own, x.decay * S + heads(y[:, rows:])
+    own, new = folded(y[:, :rows], CHUNK), folded(y[:, rows:], plan.key_width)
+    return seen[:, CHUNK:] + own, x.decay * S + heads(new)
 
 
 def pseudo_values(plan: Plan, x: Operands, errors: jax.Array) -> Parts:
@@ -99,10 +97,10 @@ def pseudo_values(plan: Plan, x: Operands, errors: jax.Array) -> Parts:
 
 def advance(plan: Plan, x: Operands, U: Parts, S: jax.Array) -> jax.Array:
     """The state `[heads, K, V]` after a chunk."""
-    return x.decay * S + heads(_times(x.kept, U))
+    return x.decay * S + heads(folded(times(above(*x.kept), U), plan.key_width))
 
 
-def _times(rows: jax.Array, U: Parts) -> jax.Array:
+def times(rows: jax.Array, U: Parts) -> jax.Array:
     """Rows `[n, ., 128]` of pairs of tokens times the sum of the parts of U."""
     return dot(beside(*[rows] * len(U)), above(*(apart(u) for u in U)), NN)
 

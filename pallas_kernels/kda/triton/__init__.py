@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ...vma import vary_together
 from .. import documents, gates, recurrent
+from ..derivatives import first_alone
 from ..spec import Inputs, Spec, without_tokens
 from . import chunks, launch
 
@@ -78,6 +79,7 @@ def _kda(spec, config, rows):
 def _forward(spec, config, rows):
     from . import operation
 
+    rows = first_alone("triton", rows)
     o, final, saved = operation.forward(spec, config, True)((rows,))
     return (o, final), (rows, o, saved)
 
@@ -85,6 +87,7 @@ def _forward(spec, config, rows):
 def _backward(spec, config, residuals, cotangents):
     from . import operation
 
+    residuals, cotangents = first_alone("triton", (residuals, cotangents))
     rows, o, saved = residuals
     grads = operation.backward(spec, config)((rows, o, saved, *cotangents))
     dparameters = grads.parameters
