@@ -166,14 +166,8 @@ def test_probes(name):
         assert channels == (1 if name == "Gated DeltaNet" else SIZES["key_dim"])
         assert relative_rms(stats["log_decay"], g.sum(0)) < 1e-10, seed
         edges = [0, *HALF_LIVES, np.inf]
-        counts = [
-            [
-                np.histogram(np.log(2) / -g[:, head, channel], edges)[0]
-                for channel in range(channels)
-            ]
-            for head in range(SIZES["heads"])
-        ]
-        assert np.array_equal(stats["half_life"], counts), seed
+        counts = np.apply_along_axis(lambda g: np.histogram(np.log(2) / -g, edges)[0], 0, g)
+        assert np.array_equal(stats["half_life"], np.moveaxis(counts, 0, -1)), seed
 
 
 def test_half_lives_fall_into_their_bins():
