@@ -71,7 +71,7 @@ def _figures(
     if "half_life" in last:
         shares = last["half_life"].mean(axis=(1, 2))
         channels = -np.sort(-_half_life(last).reshape(len(shares), -1), axis=1)
-        bins, unit = ["less", *(f"{edge:g}" for edge in HALF_LIVES)], "half-life, tokens"
+        bins = ["less", *(f"{edge:g}" for edge in HALF_LIVES)]
         numbers = list(map(str, range(channels.shape[1])))
         found["kda_decay"] = [
             lambda axes: _heat(
@@ -79,15 +79,14 @@ def _figures(
             ),
             lambda axes: _heat(
                 axes, channels, numbers, "channel of any head, slowest first",
-                "mean decay of channels", unit, log=True,
+                "mean decay of channels", "half-life, tokens", log=True,
             ),
-            *over_steps("half_life", "median channel", unit),
+            *over_steps("half_life", "median channel", "half-life, tokens"),
         ]  # fmt: skip
     if "state_norm" in last:
-        unit = "Frobenius norm"
         found["kda_state_norm"] = [
-            heads("state_norm", "state after the longest document", unit, log=True),
-            *over_steps("state_norm", "root mean square over heads", unit),
+            heads("state_norm", "state after the longest document", "Frobenius norm", log=True),
+            *over_steps("state_norm", "root mean square over heads", "Frobenius norm"),
         ]
     if "max_logit" in last:
         found["attention_logits"] = [
@@ -180,8 +179,8 @@ def _heat(
     """`cells [rows, columns]` as colours; rows without a figure are left out.
 
     `rows` are the numbers of layers unless they are given; `every` column has its label, else as
-    many as find room. A scale that cannot be logarithmic is linear; `top` is the end of a linear
-    one that begins at 0.
+    many as find room. A scale that is `log` is so for positive figures that differ by more than a
+    factor of ten; `top` is the end of one that begins at 0.
     """
     names = rows or list(map(str, range(len(cells))))
     cells = np.where(np.isfinite(cells), cells, np.nan)
@@ -189,7 +188,7 @@ def _heat(
     cells, names = cells[there], [names[row] for row in there]
     positive = cells[cells > 0]
     norm = Normalize(0.0 if top else None, top)
-    if log and positive.size:
+    if log and positive.size and positive.max() > 10 * positive.min():
         norm = LogNorm(positive.min(), positive.max())
     image = axes.imshow(cells, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
     axes.figure.colorbar(image, ax=axes, label=unit)

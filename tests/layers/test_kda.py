@@ -139,7 +139,11 @@ def test_pieces_with_a_cache_equal_one_pass(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["K3", pytest.param("Gated DeltaNet", marks=pytest.mark.full), "linear attention"]
+    "name",
+    [
+        "K3",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("Gated DeltaNet", "linear attention")),
+    ],
 )
 def test_probes(name):
     """Decays of all real tokens, states after the longest document of each row; no padding."""

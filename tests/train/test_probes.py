@@ -51,7 +51,7 @@ MODEL = ModelConfig(
     kda=KDAConfig(heads=2, key_dim=4, value_dim=3, decay_rank=2, conv_width=2),
     residual=ResidualConfig("attn_res_full"),
     ffn=FeedForwardConfig(dense_width=8),
-    moe=MoEConfig(experts=4, top_k=2, expert_width=4, first_k_dense=0),
+    moe=MoEConfig(experts=4, top_k=2, expert_width=4, first_k_dense=0, balancing="sign"),
     dtype="float64",
 )
 
@@ -101,16 +101,17 @@ def walk(graphdef, state, tokens, ids):
         p = np.exp([rms(v) @ query for v in sources])
         return p / p.sum(0)
 
+    places = model.blocks[0].layers
     for index in range(MODEL.layers):
-        graph, stacked = nnx.split(model.blocks[0].layers[index % 2])
-        layer = nnx.merge(graph, jax.tree.map(lambda a, i=index: a[i // 2], stacked))
+        graph, stacked = nnx.split(places[index % len(places)])
+        layer = nnx.merge(graph, jax.tree.map(lambda a, i=index: a[i // len(places)], stacked))
         for name in ("mixer", "ffn"):
             p, sublayer = weights(layer.residual[name]), getattr(layer, name)
             h = (p[..., None] * np.stack(sources)).sum(0)
             x = rms(h) * np.asarray(getattr(layer, f"{name}_norm")[...])
             y, stats = run(*nnx.split(sublayer), x, ids)
             it = {"mix": p, "read": h, "added": np.asarray(y), "stats": stats}
-            if name == "mixer" and index % 2:
+            if hasattr(sublayer, "query"):
                 q, k = x @ np.asarray(sublayer.query[...]), x @ np.asarray(sublayer.key[...])
                 it["logits"] = np.einsum("bqhd,bkd->bhqk", q.reshape(*ids.shape, 2, 4), k) / 2
             if name == "ffn":
@@ -121,14 +122,16 @@ def walk(graphdef, state, tokens, ids):
     return found, weights(model.residual)
 
 
-def test_a_record_is_what_the_layers_do():
+@pytest.mark.parametrize("ratio", ["0:1", pytest.param("1:1", marks=pytest.mark.full)])
+def test_a_record_is_what_the_layers_do(ratio):
     """Each probe at its layer of a stacked model, over micro-batches, whatever is at padding."""
     with jax.enable_x64(True):
         seed = int(np.random.default_rng().integers(1 << 30))
-        (segment,) = segments(MODEL)
-        assert (len(segment.pattern), segment.repeats) == (2, 2)
-        graphdef, state = state_of(MODEL, seed)
-        probe = make_probes(MODEL, graphdef)
+        config = dataclasses.replace(MODEL, kda_to_full=ratio)
+        (segment,) = segments(config)
+        assert len(segment.pattern) == (2 if ratio == "1:1" else 1)
+        graphdef, state = state_of(config, seed)
+        probe = make_probes(config, graphdef)
         batch, poisoned = (batch_of(np.random.default_rng(seed), p) for p in (False, True))
         record, again = probe(state, batch), probe(state, poisoned)
         assert record.keys() == again.keys()
@@ -154,21 +157,21 @@ def test_a_record_is_what_the_layers_do():
         same("final_mix_weights", head[:, real].sum(1) / count)
         causal = np.tri(TOKENS, dtype=bool)
         seen = (ids[:, :, None] == ids[:, None]) & real[:, :, None] & causal
-        for layer in range(MODEL.layers):
+        for layer, kind in enumerate(config.mixer_kinds()):
             mixer, ffn = found[2 * layer : 2 * layer + 2]
             best = np.argsort(-ffn["scores"][real], axis=1)[:, : MODEL.moe.top_k]
             load = np.bincount(best.ravel(), minlength=MODEL.moe.experts)
             same("expert_load", load / load.mean(), layer)
-            if layer % 2:
+            if kind == "full":
                 logits = np.where(seen[:, None], mixer["logits"], -np.inf)
                 same("max_logit", logits.max((0, 2, 3)), layer)
-                for name in ("log_decay", "half_life", "state_norm"):
-                    assert np.isnan(record[name][layer]).all()
+                assert ratio == "0:1" or np.isnan(record["state_norm"][layer]).all()
             else:
                 stats = {key: np.asarray(stat.value) for key, stat in mixer["stats"].items()}
-                same("log_decay", stats["log_decay"] / count, layer)
-                same("half_life", stats["half_life"] / count, layer)
-                same("state_norm", np.sqrt(stats["state_square"] / rows), layer)
+                same("state_norm", np.sqrt(stats.pop("state_square") / rows), layer)
+                assert stats.keys() == {"log_decay", "half_life"}
+                for name, total in stats.items():
+                    same(name, total / count, layer)
                 assert np.isnan(record["max_logit"][layer]).all()
 
 
