@@ -141,14 +141,13 @@ class AttentionResidual(nnx.Module):
         Place 0 is the embedding's, place n that of block n (full AttnRes: of sublayer n), whether
         its sum is stored or still runs. A token's weights add up to 1.
         """
-        sources = jnp.concatenate([depth.stored, depth.run[None]])
-        there = jnp.append(present(depth), depth.running)
-        query = self.folded(depth.run.dtype)
-        scores = _scores(sources.astype(query.dtype), there, query, self.eps)
-        *weights, running = jax.nn.softmax(scores, axis=0)
-        stored = jnp.pad(jnp.stack(weights), ((0, 1), (0, 0), (0, 0)))
-        places = jnp.arange(len(sources))[:, None, None]
-        mix = jnp.where(places == depth.count, running, stored)
+        query, run = self.folded(depth.run.dtype), depth.run[None]
+        sources = ((depth.stored, present(depth)), (run, depth.running[None]))
+        parts = [_scores(x.astype(query.dtype), there, query, self.eps) for x, there in sources]
+        weights = jax.nn.softmax(jnp.concatenate(parts), axis=0)
+        stored = jnp.pad(weights[:-1], ((0, 1), (0, 0), (0, 0)))
+        places = jnp.arange(len(weights))[:, None, None]
+        mix = jnp.where(places == depth.count, weights[-1], stored)
         return {"mix_weights": Sum(jnp.sum(mix, axis=(1, 2), where=real))}
 
 

@@ -95,8 +95,9 @@ def _figures(
         ]
     if "mix_weights" in last:
         both = [(first, steps[0]), (last, steps[-1])][len(steps) == 1 :]
+        top = max(float(record["mix_weights"].max()) for record, _ in both)
         found["attn_res_weights"] = [
-            functools.partial(_mix, record=r, step=step) for r, step in both
+            functools.partial(_mix, record=r, step=step, top=top) for r, step in both
         ]
     found["output_rms"] = [
         lambda axes: _profile(axes, last),
@@ -137,7 +138,7 @@ def _half_life(record: Record) -> np.ndarray:
         return np.log(2) / -record["log_decay"]
 
 
-def _mix(axes: Axes, record: Record, step: int) -> None:
+def _mix(axes: Axes, record: Record, step: int, top: float) -> None:
     weights = record["mix_weights"]
     cells = np.concatenate(
         [weights.reshape(-1, weights.shape[-1]), record["final_mix_weights"][None]]
@@ -146,7 +147,7 @@ def _mix(axes: Axes, record: Record, step: int) -> None:
     columns = ["embedding", *map(str, range(1, cells.shape[1]))]
     absent = np.where(cells > 0, cells, np.nan)  # softmax gives nothing to what is not there
     source = "source: embedding, then blocks (full AttnRes: sublayers)"
-    _heat(axes, absent, columns, source, _at(step), "weight", rows=rows, top=1.0)
+    _heat(axes, absent, columns, source, _at(step), "weight", rows=rows, top=top)
     axes.set_ylabel("read by layer and sublayer")
 
 
@@ -185,6 +186,10 @@ def _heat(
     names = rows or list(map(str, range(len(cells))))
     cells = np.where(np.isfinite(cells), cells, np.nan)
     there = [row for row in range(len(cells)) if np.isfinite(cells[row]).any()]
+    axes.set(xlabel=xlabel, ylabel="layer", title=title)
+    if not there:
+        axes.text(0.5, 0.5, "nothing is finite", ha="center", transform=axes.transAxes)
+        return
     cells, names = cells[there], [names[row] for row in there]
     positive = cells[cells > 0]
     norm = Normalize(0.0 if top else None, top)
@@ -194,13 +199,12 @@ def _heat(
     axes.figure.colorbar(image, ax=axes, label=unit)
     longest = max(map(len, columns), default=0)
     room = len(columns) if every else LABELS if longest < 3 else LABELS // 2
-    axes.set_xticks(*_thinned(columns, room))
+    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    turned = {"rotation": 90} if every else slanted if longest > 3 else {}
+    axes.set_xticks(*_thinned(columns, room), **turned)
     axes.set_yticks(*_thinned(names, 2 * LABELS if rows else LABELS))
-    if longest > 3:
-        axes.tick_params("x", rotation=90 if every else 45)
     if every or rows:
         axes.tick_params("x" if every else "y", labelsize=6)
-    axes.set(xlabel=xlabel, ylabel="layer", title=title)
 
 
 def _thinned(labels: Sequence[str], room: int) -> tuple[list[int], list[str]]:

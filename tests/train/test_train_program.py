@@ -157,7 +157,7 @@ def test_probes_change_nothing_and_survive_kills(home, whole):
     assert code == 0 and "probes/expert_load.png" in output, output
     assert same_bits(final_state(home, home / "probed"), whole[1])
     assert records_without_times(home / "probed") == records_without_times(whole[0])
-    killed(home, home / "probed-kills", 4, 5, probes)
+    killed(home, home / "probed-kills", 2, 5, probes)
     code, output = finish(start(home, home / "probed-kills", probes))
     assert code == 0, output
     steps = []
