@@ -4,7 +4,7 @@ A record is a dict of float32 arrays. Row i is layer i of the decoder, NaN where
 such thing; where no layer has it, the array is absent:
 
 - `expert_load [L, E]`: routes to each expert over the mean of the layer; the largest of a row is
-  its violation, 1 in balance.
+  its violation, 1 in balance. `dropped_routes [L]`: how many found no room on their way.
 - `log_decay [L, H, K]`: the mean of g of KDA's channels ([L, H, 1] for one decay per head);
   `half_life [L, H, K, bins]`: the share of tokens with a half-life in each bin of
   `k3jax.layers.kda.HALF_LIVES`.
@@ -54,7 +54,7 @@ type Record = dict[str, np.ndarray]
 FOLDER = "probes"
 # The stats that a record is made of, by the last part of their path.
 _STATS = {
-    "load", "log_decay", "half_life", "state_square", "max_logit", "mix_weights",
+    "load", "dropped_routes", "log_decay", "half_life", "state_square", "max_logit", "mix_weights",
     *(f"{name}_{side}_square" for name in ("mixer", "ffn") for side in ("input", "output")),
 }  # fmt: skip
 
@@ -120,6 +120,7 @@ def summarised(
     with np.errstate(divide="ignore", invalid="ignore"):  # of nothing, a mean is NaN
         if (load := layers.get("ffn/router/load")) is not None:
             record["expert_load"] = load / load.mean(axis=-1, keepdims=True)
+            record["dropped_routes"] = layers["ffn/dropped_routes"]
         for name in ("log_decay", "half_life"):
             if (total := layers.get(f"mixer/{name}")) is not None:
                 record[name] = total / tokens

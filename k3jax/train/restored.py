@@ -63,7 +63,8 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
     """The model of the run in `workdir`, with `assignments` to settings that a run may change.
 
     Holds the directory meanwhile. Raises `ValueError` with one line where there is no run, or no
-    intact checkpoint of it; `score` does where routes to experts are dropped and may not be.
+    intact checkpoint of it; `score` and `probe` do where routes to experts are dropped and may not
+    be.
     """
     saved = saved_config(workdir)
     if saved is None:
@@ -103,7 +104,10 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
                 parts = [x[name].reshape(-1, rows, x[name].shape[1]) for x in batches]
                 return jax.device_put(np.concatenate(parts), sharding)
 
-            return measure(state, {name: placed(name) for name in batches[0]})
+            record = measure(state, {name: placed(name) for name in batches[0]})
+            dropped = np.nansum(record.get("dropped_routes", 0))
+            check_drops(config.model.moe, float(dropped), "evaluation")
+            return record
 
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         yield Restored(config, int(state.step), tokenizer, score, probe)

@@ -162,6 +162,7 @@ def test_a_record_is_what_the_layers_do(ratio):
             best = np.argsort(-ffn["scores"][real], axis=1)[:, : MODEL.moe.top_k]
             load = np.bincount(best.ravel(), minlength=MODEL.moe.experts)
             same("expert_load", load / load.mean(), layer)
+            assert record["dropped_routes"][layer] == 0
             if kind == "full":
                 logits = np.where(seen[:, None], mixer["logits"], -np.inf)
                 same("max_logit", logits.max((0, 2, 3)), layer)
@@ -275,6 +276,7 @@ def record_of(rng, layers=3):
         for place, kind in enumerate(segment.pattern):
             at, n = f"blocks/{number}/layers/{place}", segment.repeats
             stats[f"{at}/ffn/router/load"] = rng.integers(0, 9, (n, 4))
+            stats[f"{at}/ffn/dropped_routes"] = np.zeros(n)
             if kind.mixer == "full":
                 stats[f"{at}/mixer/max_logit"] = rng.normal(size=(n, 2))
             else:

@@ -176,6 +176,14 @@ def test_probes_change_nothing_and_survive_kills(home, whole):
     names = [name for name in one if name.endswith(".npz")]
     assert len(names) == 5 and one.keys() == other.keys()
     assert all(one[name] == other[name] for name in names)
+    command = [sys.executable, "-m", "experiments.evaluate", f"--workdir={home / 'probed'}"]
+    command += [f"--cache_dir={home / 'cache'}", "--suite=probes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = home / "probed" / "evaluation"
+    held_out = np.load(folder / "probes.npz")
+    assert set(held_out) == set(record) and held_out["gradient_norm"].any()
+    assert (folder / "probes" / "gradient_norm.png").exists()
 
 
 @pytest.mark.full
