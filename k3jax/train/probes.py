@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import io
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,9 @@ def discard_after(workdir: Path, step: int) -> None:
 
 def read_records(workdir: Path) -> Iterator[tuple[int, Record]]:
     """`(step, record)` of a run, in order, each read when it is due; damaged ones are left out."""
+    damaged = (zipfile.BadZipFile, zlib.error, ValueError, EOFError)
     for step, path in _files(workdir):
-        with contextlib.suppress(zipfile.BadZipFile, ValueError, EOFError), np.load(path) as file:
+        with contextlib.suppress(*damaged), np.load(path) as file:
             yield step, dict(file)
 
 
