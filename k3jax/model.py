@@ -126,6 +126,8 @@ class Decoder(nnx.Module):
             stream, after, found = self._scan(blocks, stream, documents, before, tuple(probes))
             caches.append(after)
             stats["blocks"][index] = found
+        if "mix_weights" in probes and isinstance(stream, Depth):
+            stats["residual"] = self.residual.measure(stream, documents.real)
         h = self.residual(stream) if isinstance(stream, Depth) else stream
         h = rms_norm(h, self.norm[...], self.config.norm_eps)
         return h, None if cache is None else caches, stats

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import numpy as np
+
 from k3jax.config import MixerKind, ModelConfig
 
 
@@ -53,6 +55,30 @@ def segments(config: ModelConfig) -> tuple[Segment, ...]:
         Segment(sum(units[start : start + period], ()), repeats, start * size)
         for start, period, repeats in _cover(units)
     )
+
+
+def by_layer(
+    config: ModelConfig, stacked: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What a decoder's stacked layers have, row by row; and what stands outside of them, as it is.
+
+    `stacked` is keyed by path: `blocks/0/layers/1/mixer/x` has a leading axis, one entry for each
+    super-block of segment 0. The first result is keyed by what follows the place, `mixer/x`, with
+    arrays `[layers, ...]` of float64: row i is the decoder's layer i, NaN where that has none.
+    """
+    rows: dict[str, np.ndarray] = {}
+    outside: dict[str, np.ndarray] = {}
+    parts = segments(config)
+    for path, values in stacked.items():
+        match path.split("/"):
+            case ["blocks", number, "layers", place, *name]:
+                empty = np.full((config.layers, *values.shape[1:]), np.nan)
+                row = rows.setdefault("/".join(name), empty)
+                for repeat, value in enumerate(values):
+                    row[parts[int(number)].layer(repeat, int(place))] = value
+            case _:
+                outside[path] = values
+    return rows, outside
 
 
 def _cover(units: tuple[tuple[LayerKind, ...], ...]) -> list[tuple[int, int, int]]:

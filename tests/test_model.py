@@ -202,7 +202,7 @@ def test_wrong_calls_are_refused_in_one_line():
     model = Decoder(dataclasses.replace(K3, layers=2, dtype="float32"), rngs=nnx.Rngs(0))
     tokens, cache = jnp.zeros((2, 5), jnp.int32), model.empty_cache(2, 4)
     with pytest.raises(
-        ValueError, match=r"probes = \('nonsense',\): must be among log_decay, outp"
+        ValueError, match=r"probes = \('nonsense',\): must be among log_decay, stat"
     ):
         model(tokens, probes=("nonsense",))
     with pytest.raises(ValueError, match="cache: row 0 would hold 5 tokens, its capacity is 4"):

@@ -4,6 +4,9 @@
 
 `expert_load` in `results.csv` is the largest load over the mean, in the layer where it is worst.
 
+With `--set train.probe_every=200` each run draws every expert's load, by layer and over steps, in
+its `probes` folder.
+
 Lab note: not run yet beyond a few steps.
 """
 

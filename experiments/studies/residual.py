@@ -5,6 +5,9 @@
 The Attention Residuals report has validation losses of 1.766 (plain), 1.737 (full) and 1.746 for
 blocks of 2 to 8 sublayers, drifting to the plain figure for larger ones.
 
+With `--set train.probe_every=200` each run draws, in its `probes` folder, how much every sublayer
+reads of each block, and magnitudes and gradients by depth.
+
 Lab note: not run yet beyond a few steps.
 """
 

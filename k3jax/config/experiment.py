@@ -164,6 +164,7 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 100  # 0: only after the last step
     eval_batches: int = 8
+    probe_every: int = 0  # steps whose insides are measured, and the last; 0: none
     checkpoint_every: int = 100
     keep: int = 3  # newest checkpoints kept
     keep_every: int = 0  # steps whose checkpoints are kept for good; 0: none
@@ -183,7 +184,14 @@ class TrainConfig:
             "checkpoint_every",
             "keep",
         )
-        for name in ("eval_every", "keep_every", "sample_tokens", "profile_start", "profile_steps"):
+        for name in (
+            "eval_every",
+            "probe_every",
+            "keep_every",
+            "sample_tokens",
+            "profile_start",
+            "profile_steps",
+        ):
             value = getattr(self, name)
             require(value >= 0, f"train.{name}", value, "must not be negative")
         require(self.steps < 2**31, "train.steps", self.steps, "must be below 2^31")

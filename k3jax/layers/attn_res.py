@@ -19,6 +19,7 @@ from flax import nnx
 from jax.nn import initializers
 
 from k3jax.layers.linear import gain, island
+from k3jax.layers.stats import Stats, Sum
 from k3jax.params import ParamSpec, declare
 
 
@@ -91,15 +92,20 @@ def partial_mix(
     Score = query . RMSNorm(source), with `eps` in the norm; no 1/sqrt(d) (K3R eq. 8).
     """
     wide = sources.astype(island(sources.dtype))
-    queries = queries.astype(wide.dtype)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
-    # The norm is a factor per source and token: no normalised copy of the sources is made.
-    scores = scale * jnp.einsum("sbtd,...d->...sbt", wide, queries, precision=_EXACT)
-    scores = jnp.where(present[:, None, None], scores, _ABSENT)
+    scores = _scores(wide, present, queries, eps)
     top = jnp.max(scores, axis=-3)
     weights = jnp.exp(scores - top[..., None, :, :]) * present[:, None, None]
     out = jnp.einsum("...sbt,sbtd->...btd", weights, wide, precision=_EXACT)
     return PartialMix(out, weights.sum(axis=-3), top)
+
+
+def _scores(wide: jax.Array, present: jax.Array, queries: jax.Array, eps: float) -> jax.Array:
+    """Scores `[..., S, B, T]` of the sources `wide [S, B, T, d]`, in their dtype."""
+    queries = queries.astype(wide.dtype)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
+    # The norm is a factor per source and token: no normalised copy of the sources is made.
+    scores = scale * jnp.einsum("sbtd,...d->...sbt", wide, queries, precision=_EXACT)
+    return jnp.where(present[:, None, None], scores, _ABSENT)
 
 
 class AttentionResidual(nnx.Module):
@@ -128,6 +134,21 @@ class AttentionResidual(nnx.Module):
         Alg. 1); without it all sources are scored here.
         """
         return _mix(depth, self.folded(depth.run.dtype), stored, self.eps)
+
+    def measure(self, depth: Depth, real: jax.Array) -> Stats:
+        """Probe `mix_weights`: each source's weight `[N + 1]`, summed over `real [B, T]` tokens.
+
+        Place 0 is the embedding's, place n that of block n (full AttnRes: of sublayer n), whether
+        its sum is stored or still runs. A token's weights add up to 1.
+        """
+        query, run = self.folded(depth.run.dtype), depth.run[None]
+        sources = ((depth.stored, present(depth)), (run, depth.running[None]))
+        parts = [_scores(x.astype(query.dtype), there, query, self.eps) for x, there in sources]
+        weights = jax.nn.softmax(jnp.concatenate(parts), axis=0)
+        stored = jnp.pad(weights[:-1], ((0, 1), (0, 0), (0, 0)))
+        places = jnp.arange(len(weights))[:, None, None]
+        mix = jnp.where(places == depth.count, weights[-1], stored)
+        return {"mix_weights": Sum(jnp.sum(mix, axis=(1, 2), where=real))}
 
 
 def present(depth: Depth) -> jax.Array:

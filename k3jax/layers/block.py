@@ -30,7 +30,7 @@ from k3jax.params import declare
 from k3jax.stacking import LayerKind
 
 # What layers measure on request; a layer reports those that apply to it.
-PROBES = ("log_decay", "output_norm")
+PROBES = ("log_decay", "state_norm", "mix_weights", "output_norm")
 
 type Stream = jax.Array | Depth  # the residual stream: a sum `[B, T, d]`, or sources over depth
 
@@ -81,14 +81,20 @@ class DecoderLayer(nnx.Module):
         """Runs both sublayers: `(stream, cache, stats)`.
 
         `stored` has each sublayer's partial mix over the stored sources, where a first phase has
-        made them. Probe `output_norm` adds the mean square of each sublayer's output, as a sum over
-        real tokens.
+        made them. Probe `output_norm` adds the mean square of what each sublayer reads of the
+        stream (before its norm) and of its output, as sums over real tokens; `mix_weights` adds
+        those of `AttentionResidual.measure`.
         """
         stats: Stats = {}
         full = self.config.residual.kind == "attn_res_full"
         for place, name in enumerate(("mixer", "ffn")):
             starts = full or (place == 0 and self.kind.starts_block)
+            if "mix_weights" in probes and isinstance(stream, Depth):
+                mix = self.residual[name].measure(stream, documents.real)
+                stats["residual"] = stats.get("residual", {}) | {name: mix}
             h, stream = self._read(stream, name, starts, None if stored is None else stored[place])
+            if "output_norm" in probes:
+                stats[f"{name}_input_square"] = _square(h, documents)
             h = rms_norm(h, getattr(self, f"{name}_norm")[...], self.config.norm_eps)
             sublayer = getattr(self, name)
             if name == "mixer":
@@ -98,8 +104,7 @@ class DecoderLayer(nnx.Module):
             if found:
                 stats[name] = found
             if "output_norm" in probes:
-                square = jnp.mean(jnp.square(y.astype(island(y.dtype))), axis=-1)
-                stats[f"{name}_output_norm"] = Sum(jnp.sum(square))
+                stats[f"{name}_output_square"] = _square(y, documents)
             stream = stream.add(y) if isinstance(stream, Depth) else stream + y
         return stream, cache, stats
 
@@ -113,6 +118,12 @@ class DecoderLayer(nnx.Module):
             return stored.finish(stream.run.dtype), stream
         h = self.residual[name](stream, stored)
         return h, stream.push() if starts else stream
+
+
+def _square(x: jax.Array, documents: Documents) -> Sum:
+    """The mean square of `x [B, T, d]` over its width, summed over real tokens."""
+    square = jnp.mean(jnp.square(x.astype(island(x.dtype))), axis=-1)
+    return Sum(jnp.sum(square, where=documents.real))
 
 
 class SuperBlock(nnx.Module):

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from k3jax.config import KDAConfig, OptimiserRule
 from k3jax.layers.conv import short_conv
-from k3jax.layers.documents import Documents
+from k3jax.layers.documents import Documents, documents_of
 from k3jax.layers.linear import (
     gain,
     island,
@@ -42,6 +42,8 @@ from k3jax.sharding import sequence_axis, spec_of
 from pallas_kernels.kda import kda, kda_step, linear_attention
 from pallas_kernels.kda.gates import l2norm, log_decay
 from pallas_kernels.kda.spans import linear_span_map, span_map
+
+HALF_LIVES = tuple(2.0**n for n in range(-3, 17))  # tokens; lower edges of the probe's bins
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +69,30 @@ def inverse_softplus_dt(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
     low, high = math.log(1e-3), math.log(1e-1)
     dt = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, dtype, low, high)), 1e-4)
     return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def half_life_counts(g: jax.Array, real: jax.Array) -> jax.Array:
+    """How many `real [B, T]` tokens have a half-life, ln 2 / -g, in each bin: `[H, K, bins]` int32.
+
+    `g [B, T, H, K]` are log decays per token. Bins lie below the first of `HALF_LIVES`, between
+    neighbours of them (the lower one included), and from the last one on.
+    """
+    lows = jnp.asarray([-math.inf, *(-math.log(2) / life for life in HALF_LIVES), math.inf])
+
+    def at_least(low: jax.Array) -> jax.Array:
+        return jnp.sum((g >= low) & real[..., None, None], axis=(0, 1), dtype=jnp.int32)
+
+    # One edge at a time: all of them at once would be as many copies of g.
+    reached = jnp.moveaxis(jax.lax.map(at_least, lows.astype(g.dtype)), 0, -1)
+    return reached[..., :-1] - reached[..., 1:]
+
+
+def longest_documents(documents: Documents) -> Documents:
+    """The longest document of each row, the last of equal ones, and padding in place of others."""
+    ids, positions = documents.segment_ids, documents.positions
+    last = documents.real & (positions == positions.max(axis=1, initial=0, keepdims=True))
+    longest = jnp.where(last, ids, 0).max(axis=1, initial=0, keepdims=True)
+    return documents_of((documents.real & (ids == longest)).astype(jnp.int32))
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -133,8 +159,11 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[jax.Array, KDACache | None, Stats]:
         """`x [B, T, d]` -> `(y [B, T, d], cache, stats)`; y is zero at padding.
 
-        With a cache, rows go on where it ends (see `row_cache.check`). Probe `log_decay` adds g
-        `[H, K]` (`[H, 1]`), summed over real tokens.
+        With a cache, rows go on where it ends (see `row_cache.check`). Probe `log_decay` adds
+        `log_decay [H, K]` (`[H, 1]`), g summed over real tokens, and `half_life`, its distribution
+        (`half_life_counts`), where the rule has a decay; `state_norm` adds `state_square [H]`: the
+        squared Frobenius norm of the state after the longest document of each row (the last of
+        equal ones; with a cache, after the row), summed over rows.
         """
         check(documents, cache)
         streams, tails = self._streams(x, documents, cache)
@@ -152,6 +181,14 @@ class KimiDeltaAttention(nnx.Module):
             g = log_decay(wide, self.a_log[...], self.dt_bias[...], form, self.config.lower_bound)
             where = documents.real[..., None, None]
             stats["log_decay"] = Sum(jnp.sum(g, axis=(0, 1), where=where))
+            stats["half_life"] = Sum(half_life_counts(g, documents.real))
+        if "state_norm" in probes:
+            last = state
+            if last is None:
+                alone, start = longest_documents(documents), self._empty_state(len(x), x.dtype)
+                _, last = self._recur(streams, gate, beta, start, alone)
+            assert last is not None
+            stats["state_square"] = Sum(jnp.sum(jnp.square(last), axis=(0, 1, 3, 4)))
         if state is None or tails is None:
             return y, None, stats
         return y, KDACache(state, tails), stats
@@ -164,14 +201,18 @@ class KimiDeltaAttention(nnx.Module):
         del capacity
         config = self.config
         behind = max(config.conv_width - 1, 0)
-        state = (1, config.heads, config.key_dim, config.value_dim)
         return KDACache(
-            empty(batch, state, island(dtype), None, "tensor", None, None),
+            self._empty_state(batch, dtype),
             {
                 s: empty(batch, (behind, w), dtype, None, "tensor")
                 for s, w in self._widths().items()
             },
         )
+
+    def _empty_state(self, batch: int, dtype: jnp.dtype) -> jax.Array:
+        config = self.config
+        shape = (1, config.heads, config.key_dim, config.value_dim)
+        return empty(batch, shape, island(dtype), None, "tensor", None, None)
 
     def _widths(self) -> dict[str, int]:
         heads, keys, values = self.config.heads, self.config.key_dim, self.config.value_dim

@@ -30,7 +30,8 @@ from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.hosts import StopVote, leading, placed, require_equal, share_of_rows
 from k3jax.train.metrics import MetricsLog, Stopwatch
-from k3jax.train.report import make_sampler, plot
+from k3jax.train.probes import Record, discard_after, make_probes, record_path, write_record
+from k3jax.train.report import make_sampler, plot, plot_probes
 from k3jax.train.signals import StopSignal
 from k3jax.train.state import Blueprint, TrainState, blueprint
 from k3jax.train.step import decoder_loss, make_evaluation, make_step
@@ -87,20 +88,23 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
             state = checkpoints.restore(plan.abstract(), data)
             if state is None:
                 state = plan.create(config.train.seed)
-            start = int(state.step)
+            start, probe = int(state.step), None
+            if config.train.probe_every:
+                probe = make_probes(config.model, plan.graphdef)
             if start > config.train.steps:
                 raise ValueError(
                     f"train.steps = {config.train.steps}: {workdir} is at step {start}"
                 )
             if leading():
                 record_config(workdir, config)
+                discard_after(workdir, start)
             log.info("%s from step %d of %d", config.name, start, config.train.steps)
             with contextlib.ExitStack() as stack:
                 metrics = None
                 if leading():
                     record = MetricsLog(workdir, start, config.train.tensorboard)
                     metrics = stack.enter_context(record)
-                loop = _Loop(config, workdir, share, data, metrics, checkpoints, vote)
+                loop = _Loop(config, workdir, share, data, metrics, checkpoints, vote, probe)
                 state = loop.run(
                     state,
                     run_step,
@@ -145,6 +149,7 @@ class _Loop:
     metrics: MetricsLog | None  # of the first process
     checkpoints: Checkpoints
     vote: StopVote
+    probe: Callable[[TrainState, dict[str, jax.Array]], Record] | None
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch()
@@ -175,6 +180,7 @@ class _Loop:
                     break  # nothing to save, and compilation may take minutes
                 self._profile(step, start)
                 batch = self._place(next(self.data))
+                self._measure(step, state, batch)
                 state, metrics = run_step(state, batch)
                 self._settle()  # the step before; this one runs meanwhile
                 self._pending = step, metrics
@@ -194,6 +200,17 @@ class _Loop:
                     break
         self._stop_profile()
         return state
+
+    def _measure(self, step: int, state: TrainState, batch: dict[str, jax.Array]) -> None:
+        """Probe the model that `step` starts from, on its batch, where that is due."""
+        train = self.config.train
+        if self.probe is None or (step % train.probe_every and step != train.steps):
+            return
+        self._settle()
+        record = self.probe(state, batch)
+        if self.metrics is not None:
+            write_record(record_path(self.workdir, step), record)
+        self._watch.start(step - 1)
 
     def _settle(self) -> None:
         """Wait for the pending step, and put its metrics on record where they are due."""
@@ -315,6 +332,8 @@ def _report(
         print(f"two-byte contexts: {baseline:.3f} bits per byte on the same held-out text")
     if leading():
         print(f"loss curve: {plot(workdir, baseline)}")
+        if figures := plot_probes(workdir):
+            print(f"probes: {', '.join(map(str, figures))}")
     if count := config.train.sample_tokens:
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
         # One token at a time is no balanced load: sampling has room for any.

@@ -1,4 +1,4 @@
-"""What a run leaves to look at when it ends: a loss plot, and a sample of what the model writes."""
+"""What a run leaves to look at when it ends: plots, and a sample of what the model writes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from k3jax.layers.documents import documents_of
 from k3jax.sharding import BATCH, under_mesh
 from k3jax.train.metrics import read_metrics
+from k3jax.train.probe_figures import draw
+from k3jax.train.probes import FOLDER, read_records
 from k3jax.train.state import Blueprint, TrainState
 
 matplotlib.use("Agg")
@@ -40,6 +42,11 @@ def plot(workdir: Path, baseline: float | None) -> Path:
     path = workdir / "loss.png"
     figure.savefig(path, dpi=150)
     return path
+
+
+def plot_probes(workdir: Path) -> list[Path]:
+    """The figures of the probes on record in `workdir`, beside the records; none without any."""
+    return draw(read_records(workdir), workdir / FOLDER, workdir.name)
 
 
 def make_sampler(

@@ -23,18 +23,24 @@ from k3jax.model import token_scores
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.loop import check_drops, decoder_blueprint
+from k3jax.train.probes import Record, make_probes
 from k3jax.train.step import dropped_routes
 from k3jax.train.workdir import FILE, occupy, saved_config
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A trained model. `score` is as `k3jax.evals.suites` takes it."""
+    """A trained model. `score` is as `k3jax.evals.suites` takes it.
+
+    `probe` gives the record of `k3jax.train.probes` for batches of one shape together, as if they
+    were those of the next step.
+    """
 
     config: ExperimentConfig
     step: int
     tokenizer: Tokenizer
     score: Callable[[Batch], Scores]
+    probe: Callable[[list[Batch]], Record]
 
     @property
     def data(self) -> DataConfig:
@@ -57,7 +63,8 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
     """The model of the run in `workdir`, with `assignments` to settings that a run may change.
 
     Holds the directory meanwhile. Raises `ValueError` with one line where there is no run, or no
-    intact checkpoint of it; `score` does where routes to experts are dropped and may not be.
+    intact checkpoint of it; `score` and `probe` do where routes to experts are dropped and may not
+    be.
     """
     saved = saved_config(workdir)
     if saved is None:
@@ -87,5 +94,20 @@ def restored(workdir: Path, cache_dir: Path, assignments: list[str]) -> Iterator
             kept = {name: batch[name] for name in ("weights", "segment_ids", "targets")}
             return Scores(nll=nll, correct=correct, **kept)
 
+        measure = make_probes(config.model, plan.graphdef)
+
+        def probe(batches: list[Batch]) -> Record:
+            sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(None, BATCH, SEQUENCE))
+            rows = batches[0]["inputs"].shape[0] // config.train.micro_batches
+
+            def placed(name: str) -> jax.Array:
+                parts = [x[name].reshape(-1, rows, x[name].shape[1]) for x in batches]
+                return jax.device_put(np.concatenate(parts), sharding)
+
+            record = measure(state, {name: placed(name) for name in batches[0]})
+            dropped = np.nansum(record.get("dropped_routes", 0))
+            check_drops(config.model.moe, float(dropped), "evaluation")
+            return record
+
         tokenizer = load_corpus(config.data, cache_dir).tokenizer
-        yield Restored(config, int(state.step), tokenizer, score)
+        yield Restored(config, int(state.step), tokenizer, score, probe)

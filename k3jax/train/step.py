@@ -8,7 +8,7 @@ are spread over micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ type Loss = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, Stats]]
 type Rebalance = Callable[[nnx.State, Stats], nnx.State]
 
 
-def decoder_loss(graphdef: nnx.GraphDef) -> Loss:
+def decoder_loss(graphdef: nnx.GraphDef, probes: Sequence[str] = ()) -> Loss:
     """The loss of a decoder: `(sum of weighted nll in nats, stats)` of one micro-batch.
 
     Its own entry in the stats, `correct`, is the weight of the targets that it finds most probable.
@@ -40,7 +40,7 @@ def decoder_loss(graphdef: nnx.GraphDef) -> Loss:
     def loss(params: nnx.State, balancing: nnx.State, batch: Batch) -> tuple[jax.Array, Stats]:
         model = nnx.merge(graphdef, params, balancing)
         documents = documents_of(batch["segment_ids"])
-        hidden, _, stats = model.hidden(batch["inputs"], documents=documents)
+        hidden, _, stats = model.hidden(batch["inputs"], documents=documents, probes=probes)
         nll, correct = next_token_loss(model, hidden, batch["targets"], batch["weights"])
         return nll, stats | {"correct": Sum(correct)}
 
@@ -69,18 +69,7 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weight = jnp.sum(batch["weights"])
         share = 1 / jnp.where(weight > 0, weight, 1)
-
-        def micro_batch(grads: nnx.State, part: Batch) -> tuple[nnx.State, Any]:
-            def objective(params: nnx.State) -> tuple[jax.Array, Stats]:
-                nll, stats = loss(params, state.balancing, part)
-                return nll * share, stats
-
-            out, grad = jax.value_and_grad(objective, has_aux=True)(state.params)
-            return jax.tree.map(jnp.add, grads, grad), out
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, (losses, stats) = jax.lax.scan(micro_batch, zeros, batch)
-        mean, stats = jnp.sum(losses), reduce_stats(stats)
+        grads, mean, stats = accumulated(loss, state, batch, share)
         norm = optax.tree.norm(grads)
         size = target_bytes(batch, token_bytes)
         finite = jnp.isfinite(mean) & jnp.isfinite(norm)
@@ -105,6 +94,24 @@ def make_step(
         return state, metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def accumulated(
+    loss: Loss, state: TrainState, batch: Batch, share: jax.Array
+) -> tuple[nnx.State, jax.Array, Stats]:
+    """Gradient, value and stats of `share` times the loss, summed over micro-batches in turn."""
+
+    def micro_batch(grads: nnx.State, part: Batch) -> tuple[nnx.State, Any]:
+        def objective(params: nnx.State) -> tuple[jax.Array, Stats]:
+            nll, stats = loss(params, state.balancing, part)
+            return nll * share, stats
+
+        out, grad = jax.value_and_grad(objective, has_aux=True)(state.params)
+        return jax.tree.map(jnp.add, grads, grad), out
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    grads, (losses, stats) = jax.lax.scan(micro_batch, zeros, batch)
+    return grads, jnp.sum(losses), reduce_stats(stats)
 
 
 def make_evaluation(

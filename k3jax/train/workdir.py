@@ -62,10 +62,10 @@ def saved_config(workdir: Path) -> ExperimentConfig | None:
         raise ValueError(f"{path}: {error}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Put `text` in `path`, all of it or nothing."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Put `content` in `path`, all of it or nothing."""
     part = path.with_suffix(".part")
-    part.write_text(text)
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.replace(path)
 
 

@@ -1,5 +1,7 @@
 """Attention residuals against the formula written out: softmax over a list of sources."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,29 @@ def test_after_a_push_only_stored_sources_count():
         np.testing.assert_allclose(
             module(depth), direct(sources, module.query[...]), rtol=1e-12, atol=1e-12
         )
+
+
+@pytest.mark.parametrize(("pushes", "running"), [(0, True), (3, True), (2, False), (4, False)])
+def test_the_probe_has_the_weights_of_the_mix(pushes, running):
+    """Each source at its place, summed over real tokens; what is not there has nothing."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng()
+        module = AttentionResidual(D, EPS, "mlp_res", rngs=nnx.Rngs(0))
+        query = jnp.asarray(rng.normal(size=D))
+        module.query.set_value(query)
+        depth, sources = filled(rng, pushes, slots=5, running=running)
+        real = jnp.asarray([[True, False, True], [False, True, True]])
+        found = module.measure(depth, real)["mix_weights"].value
+        v = jnp.stack(sources)
+        p = jax.nn.softmax(v / jnp.sqrt((v**2).mean(-1, keepdims=True) + EPS) @ query, axis=0)
+        expected = np.zeros(6)
+        expected[: pushes + 1] = p[:, real].sum(1)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+        assert not found[pushes + 1 :].any()
+        poisoned = dataclasses.replace(
+            depth, run=jnp.where(real[..., None], depth.run, 1e200)
+        )  # where padding stands
+        np.testing.assert_array_equal(module.measure(poisoned, real)["mix_weights"].value, found)
 
 
 def test_large_and_zero_sources_stay_finite():

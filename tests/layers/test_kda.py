@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from k3jax.config import KDAConfig
+from k3jax.layers.block import PROBES
 from k3jax.layers.documents import documents_of
-from k3jax.layers.kda import KimiDeltaAttention
+from k3jax.layers.kda import HALF_LIVES, KimiDeltaAttention, half_life_counts
 from tests.layers.rows import PIECES, RAGGED, by_document, relative_rms
 
 D = 10
@@ -37,6 +38,18 @@ def layer_of(config, seed):
 def naive(graphdef, state, x):
     """The layer on one document `x [t, d]`, written out from the papers."""
     m = nnx.merge(graphdef, state)
+    config, (o, _, _) = m.config, token_by_token(m, x)
+    o = o / jnp.sqrt((o**2).mean(-1, keepdims=True) + m.norm_eps) * m.norm[...]
+    if config.output_gate != "none":
+        low = config.output_gate_rank
+        raw = x @ m.gate_down[...] @ m.gate_up[...] if low else x @ m.gate[...]
+        gate = jax.nn.sigmoid(raw) * (raw if config.output_gate == "swish" else 1)
+        o = o * gate.reshape(o.shape)
+    return o.reshape(len(x), -1) @ m.out[...]
+
+
+def token_by_token(m, x):
+    """The recurrence of layer `m`: outputs `[t, H, V]`, log decays `[t, H, K]`, the last state."""
     config, heads = m.config, m.config.heads
 
     def stream(name):
@@ -66,14 +79,7 @@ def naive(graphdef, state, x):
         error = v[t] - (0 if config.rule == "linear" else jnp.einsum("hkv,hk->hv", S, k[t]))
         S = S + k[t][..., None] * (beta[t][:, None] * error)[:, None, :]
         out.append(jnp.einsum("hkv,hk->hv", S, q[t]))
-    o = jnp.stack(out)
-    o = o / jnp.sqrt((o**2).mean(-1, keepdims=True) + m.norm_eps) * m.norm[...]
-    if config.output_gate != "none":
-        low = config.output_gate_rank
-        raw = x @ m.gate_down[...] @ m.gate_up[...] if low else x @ m.gate[...]
-        gate = jax.nn.sigmoid(raw) * (raw if config.output_gate == "swish" else 1)
-        o = o * gate.reshape(o.shape)
-    return o.reshape(len(x), -1) @ m.out[...]
+    return jnp.stack(out), g, S
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -132,14 +138,50 @@ def test_pieces_with_a_cache_equal_one_pass(name):
                 done[row] += at.size
 
 
-def test_log_decay_probe():
-    graphdef, state = layer_of(VARIANTS["K3"], 0)
-    documents = documents_of(jnp.asarray(RAGGED))
-    x = jnp.zeros((*RAGGED.shape, D))
-    layer = nnx.merge(graphdef, state)
-    _, _, stats = layer(x, documents=documents, probes=("log_decay",))
-    bounded = -5 * jax.nn.sigmoid(jnp.exp(layer.a_log[...])[:, None] * layer.dt_bias[...])
-    assert relative_rms(stats["log_decay"].value, bounded * (RAGGED > 0).sum()) < 1e-6
+@pytest.mark.parametrize(
+    "name",
+    [
+        "K3",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("Gated DeltaNet", "linear attention")),
+    ],
+)
+def test_probes(name):
+    """Decays of all real tokens, states after the longest document of each row; no padding."""
+    with jax.enable_x64(True):
+        seed = int(np.random.default_rng().integers(1 << 30))
+        layer = nnx.merge(*layer_of(VARIANTS[name], seed))
+        x = np.random.default_rng(seed).normal(size=(*RAGGED.shape, D))
+        x[RAGGED == 0] = 1e6
+        run = jax.jit(lambda x, ids: layer(x, documents=documents_of(ids), probes=PROBES)[2])
+        stats = {key: stat.value for key, stat in run(x, RAGGED).items()}
+        square, decays = 0.0, []
+        for row, longest in ((0, 3), (1, 1), (2, None)):
+            for document in np.unique(RAGGED[row][RAGGED[row] > 0]):
+                _, g, S = token_by_token(layer, jnp.asarray(x[row, RAGGED[row] == document]))
+                decays.append(np.asarray(g))
+                if document == longest:
+                    square += np.square(S).sum((1, 2))
+        assert relative_rms(stats["state_square"], square) < 1e-10, seed
+        if name == "linear attention":
+            assert stats.keys() == {"state_square"}
+            return
+        channels = stats["log_decay"].shape[-1]  # one per head, where the rule has one
+        g = np.concatenate(decays)[..., :channels]
+        assert channels == (1 if name == "Gated DeltaNet" else SIZES["key_dim"])
+        assert relative_rms(stats["log_decay"], g.sum(0)) < 1e-10, seed
+        edges = [0, *HALF_LIVES, np.inf]
+        counts = np.apply_along_axis(lambda g: np.histogram(np.log(2) / -g, edges)[0], 0, g)
+        assert np.array_equal(stats["half_life"], np.moveaxis(counts, 0, -1)), seed
+
+
+def test_half_lives_fall_into_their_bins():
+    lives = jnp.asarray([0.01, 0.125, 0.3, 2.0, 3.9, 4.0, 65535.0, 65536.0, 1e9, 7.0, jnp.inf])
+    g = (-np.log(2) / np.asarray(lives)).astype(np.float32).reshape(1, -1, 1, 1)
+    real = jnp.asarray([[True] * 9 + [False, True]])
+    counts = half_life_counts(jnp.asarray(g), real)[0, 0]
+    assert counts.sum() == 10 and len(counts) == len(HALF_LIVES) + 1
+    found = {int(place): int(counts[place]) for place in np.flatnonzero(counts)}
+    assert found == {0: 1, 1: 1, 2: 1, 5: 2, 6: 1, 19: 1, 20: 3}
 
 
 def test_start_values():

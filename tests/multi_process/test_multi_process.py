@@ -3,9 +3,11 @@
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from k3jax.train.metrics import read_metrics
+from k3jax.train.probes import read_records
 from tests.multi_process.processes import Job
 from tests.tiny import write_corpus
 
@@ -80,6 +82,20 @@ def test_as_one_process(home, whole, count, mesh):
     assert losses(home / name) == pytest.approx(expected, rel=1e-5)
     assert (home / name / "sample.txt").read_text() == sample
     assert "sample, after" in outputs[0] and not any("sample" in out for out in outputs[1:])
+
+
+@pytest.mark.full
+def test_probes_of_two_processes_are_those_of_one(home):
+    settings = ("mesh.data=2", "train.steps=6", "train.probe_every=4")
+    run(home, "probed", 2, 1, *settings)
+    run(home, "probed-alone", 1, 2, *settings)
+    two, one = (dict(read_records(home / name)) for name in ("probed", "probed-alone"))
+    assert list(two) == list(one) == [4, 6]
+    for step, record in one.items():
+        assert record.keys() == two[step].keys() and "max_logit" in record
+        for name, values in record.items():
+            if values.dtype.kind == "f":
+                np.testing.assert_allclose(two[step][name], values, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ def settle(tmp_path, dropped, *settings):
     """The records of steps 1, 2, .. that dropped so many routes."""
     config = override(ExperimentConfig(), ["train.log_every=3", *settings])
     with MetricsLog(tmp_path, 0, False) as metrics:
-        loop = _Loop(config, tmp_path, (0, 1), None, metrics, None, None)
+        loop = _Loop(config, tmp_path, (0, 1), None, metrics, None, None, None)
         loop._bar = SimpleNamespace(set_postfix_str=lambda *_, **__: None, update=lambda: None)
         for step, count in enumerate(dropped, 1):
             figures = {"bits_per_byte": 1.0} | ({} if count is None else {"dropped_routes": count})

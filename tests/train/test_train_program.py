@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from absl import flags
 
@@ -21,6 +22,7 @@ from k3jax.sharding import make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.loop import decoder_blueprint
 from k3jax.train.metrics import read_metrics
+from k3jax.train.probes import read_records
 from tests.tiny import SETTINGS, write_corpus
 from tests.train.stub import same_bits
 
@@ -145,6 +147,43 @@ def test_a_signal_and_kills_change_nothing(home, whole, kills):
     assert code == 0, output
     assert same_bits(final_state(home, workdir), whole[1])
     assert records_without_times(workdir) == records_without_times(whole[0])
+
+
+@pytest.mark.full
+def test_probes_change_nothing_and_survive_kills(home, whole):
+    """Bit for bit the run without them; their files, too, do not show where it was killed."""
+    probes = "train.probe_every=5"
+    code, output = finish(start(home, home / "probed", probes))
+    assert code == 0 and "probes/expert_load.png" in output, output
+    assert same_bits(final_state(home, home / "probed"), whole[1])
+    assert records_without_times(home / "probed") == records_without_times(whole[0])
+    killed(home, home / "probed-kills", 2, 5, probes)
+    code, output = finish(start(home, home / "probed-kills", probes))
+    assert code == 0, output
+    steps = []
+    losses = {r["step"]: r for r in read_metrics(home / "probed") if "loss" in r}
+    for step, record in read_records(home / "probed"):
+        steps.append(step)
+        squares = [record[f"{which}gradient_norm"].astype(float) ** 2 for which in ("", "outer_")]
+        norm = sum(map(np.nansum, squares)) ** 0.5
+        assert norm == pytest.approx(losses[step]["grad_norm"], rel=1e-5)
+        assert record["expert_load"].max() == pytest.approx(losses[step]["expert_load"], rel=1e-6)
+    assert steps == [5, 10, 15, 20, STEPS]
+    one, other = (
+        {path.name: path.read_bytes() for path in (home / name / "probes").iterdir()}
+        for name in ("probed", "probed-kills")
+    )
+    names = [name for name in one if name.endswith(".npz")]
+    assert len(names) == 5 and one.keys() == other.keys()
+    assert all(one[name] == other[name] for name in names)
+    command = [sys.executable, "-m", "experiments.evaluate", f"--workdir={home / 'probed'}"]
+    command += [f"--cache_dir={home / 'cache'}", "--suite=probes"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = home / "probed" / "evaluation"
+    held_out = np.load(folder / "probes.npz")
+    assert set(held_out) == set(record) and held_out["gradient_norm"].any()
+    assert (folder / "probes" / "gradient_norm.png").exists()
 
 
 @pytest.mark.full
