@@ -59,6 +59,8 @@ def run() -> int:
         raise ValueError("--workdir: missing, must name the directory of the study")
     workdir = Path(flags.FLAGS.workdir)
     names = [r.name for r in runs]
+    if ONLY.value == []:
+        raise ValueError(f"--only: empty, must be of {', '.join(names)}")
     if unknown := [n for n in ONLY.value or [] if n not in names]:
         raise ValueError(f"--only = {','.join(unknown)!r}: must be of {', '.join(names)}")
     claim(workdir, name, study, runs)

@@ -56,17 +56,16 @@ class Residual:
 
 
 def residual(figures: Figures) -> Residual:
-    """That of `figures`, over the seeds that all points have.
-
-    Without two of those and two points its freedom is 0.
-    """
-    seeds = sorted(set.intersection(*map(set, figures.values()))) if figures else []
-    if len(figures) < 2 or len(seeds) < 2:
+    """That of `figures`, by least squares; of too few of them its freedom is 0."""
+    cells = [(label, seed) for label, values in figures.items() for seed in values]
+    marks = [*figures, *sorted({seed for _, seed in cells})]
+    design = np.array([[mark in cell for mark in marks] for cell in cells], float)
+    values = np.array([figures[label][seed] for label, seed in cells])
+    freedom = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
+    if freedom < 1:
         return Residual(float("inf"), 0)
-    freedom = (len(figures) - 1) * (len(seeds) - 1)
-    table = np.array([[values[seed] for seed in seeds] for values in figures.values()])
-    left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-    return Residual(float(np.sqrt((left**2).sum() / freedom)), freedom)
+    left = values - design @ np.linalg.lstsq(design, values)[0]
+    return Residual(float(np.linalg.norm(left) / np.sqrt(freedom)), freedom)
 
 
 def paired(
@@ -103,7 +102,7 @@ def verdict(figures: Figures, reference: str, metric: Metric) -> str:
     seeds = len(figures[reference])
     said = f"By {metric.name} over {seeds} seed{'s' * (seeds != 1)}, {'; '.join(parts)}. "
     if not spread.freedom:
-        return said + "Without two seeds of every point there are no intervals."
+        return said + "Too few runs for intervals."
     return said + (
         f"Intervals are of 95 % each, by the spread that points and seeds leave "
         f"({spread.deviation:.4f}, {spread.freedom} degrees of freedom); "

@@ -8,7 +8,7 @@ from typing import Literal
 
 from experiments.sweep import Sweep
 from k3jax.config import ExperimentConfig
-from k3jax.train.loop import validation_figures
+from k3jax.train.validation import validation_figures
 
 Equal = Literal["tokens", "parameters", "active", "flops"]
 

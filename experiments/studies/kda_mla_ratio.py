@@ -19,9 +19,9 @@ from experiments.sweep import over
 
 _NANO = (
     "model.d_model=64",
-    "model.kda.heads=2",
+    "model.kda.heads=1",
     "model.kda.decay_rank=16",
-    "model.mla.heads=2",
+    "model.mla.heads=1",
     "model.mla.q_lora_rank=32",
     "model.mla.kv_lora_rank=32",
     "model.residual.kind=plain",
@@ -31,10 +31,10 @@ _NANO = (
     "data.batch_size=8",
     "data.sources=python:stdlib,task:recall:shortest=24",
     "data.weights=6,4",
-    "train.steps=240",
-    "train.eval_every=80",
+    "train.steps=200",
+    "train.eval_every=100",
     "train.eval_batches=32",
-    "train.checkpoint_every=80",
+    "train.checkpoint_every=50",
 )
 _MINI = ("data.sources=python:site-packages,task:recall:shortest=128", "data.weights=9,1")
 

@@ -42,14 +42,26 @@ def spread_of(*rows):
 def test_the_residual_is_what_points_and_seeds_leave():
     noise = np.random.default_rng()
     table = noise.normal(size=(4, 3))
-    # Least squares over an indicator of each point and each seed.
-    design = np.concatenate([np.repeat(np.eye(4), 3, 0), np.tile(np.eye(3), (4, 1))], axis=1)
-    left = table.ravel() - design @ np.linalg.lstsq(design, table.ravel())[0]
+    left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
     found = spread_of(*table)
-    assert found.freedom == 12 - np.linalg.matrix_rank(design)
-    assert found.deviation == pytest.approx(np.sqrt(left @ left / found.freedom))
+    assert found.freedom == 6
+    assert found.deviation == pytest.approx(np.sqrt((left**2).sum() / 6))
     moved = table + noise.normal(size=(4, 1)) + noise.normal(size=(1, 3))
     assert spread_of(*moved).deviation == pytest.approx(found.deviation)
+
+
+def test_a_run_that_is_missing_costs_one_degree_of_freedom():
+    table = np.random.default_rng().normal(size=(4, 3))
+    figures = {str(i): dict(enumerate(row)) for i, row in enumerate(table)}
+    del figures["2"][1]
+    # Yates: the value whose residual is zero takes the place of one that is missing.
+    total = sum(sum(row.values()) for row in figures.values())
+    point, seed = sum(figures["2"].values()), sum(r[1] for r in figures.values() if 1 in r)
+    table[2, 1] = (4 * point + 3 * seed - total) / (3 * 2)
+    left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    found = residual(figures)
+    assert found.freedom == 5
+    assert found.deviation == pytest.approx(np.sqrt((left**2).sum() / 5))
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says():
@@ -67,7 +79,7 @@ def test_one_seed_decides_nothing():
     found = paired({0: 1.0}, {0: 2.0}, spread)
     assert not found.decided and str(found) == "-1.0000 (no interval)"
     assert paired({0: 1.0}, {1: 1.0}, spread) is None
-    assert not residual({"a": {0: 1.0, 1: 1.0}, "b": {0: 2.0}}).freedom
+    assert not residual({"a": {0: 1.0, 1: 1.5}, "b": {0: 2.0}}).freedom
     assert not residual({}).freedom
 
 
@@ -95,7 +107,7 @@ def test_a_verdict_says_what_the_numbers_support():
 def test_a_verdict_from_one_seed_claims_nothing():
     text = verdict({"plain": {0: 1.0}, "good": {0: 0.1}}, "plain", BITS)
     assert "better than plain: none; worse than plain: none; not told apart from it: good" in text
-    assert "Without two seeds of every point there are no intervals." in text
+    assert "Too few runs for intervals." in text
 
 
 def finished(workdir, runs, figure):
