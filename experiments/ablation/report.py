@@ -28,6 +28,11 @@ EQUAL = {
     "flops": "training FLOPs (by the number of steps)",
 }
 
+CAPTION = (
+    "Lines are means over seeds and bands their range; dots are runs, and bars 95 % intervals of a "
+    "point's mean by the same spread as the comparisons', without what the runs of a seed share."
+)
+
 
 def report(
     name: str, study: Study, runs: Sequence[Run], found: list[dict[str, Any]], workdir: Path
@@ -89,7 +94,7 @@ def _text(
             names = ", ".join(f"{record['label']} (seed {record['seed']})" for record in without)
             lines += [f"Left out, as {metric.name} is not finite or not there: {names}.", ""]
     lines += _table(study, runs, found, figures)
-    lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", ""]
+    lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", "", CAPTION, ""]
     lines += ["Settings in which the points differ from the reference:", ""]
     reference = next(run for run in runs if run.label == study.reference)
     for run in runs:

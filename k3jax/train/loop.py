@@ -207,8 +207,8 @@ class _Loop:
     metrics: MetricsLog | None  # of the first process
     checkpoints: Checkpoints
     vote: StopVote
-    alone: bool  # no other runs in its program
-    leads: bool  # among those: it shows progress, and profiles
+    alone: bool = True  # no other runs in its program
+    leads: bool = True  # among those: it shows progress, and profiles
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch()
