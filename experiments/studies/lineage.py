@@ -8,10 +8,10 @@ Two layers of two heads of 128 without full attention, on one task: recall over 
 `task:palindrome` and `task:stack`, and other lengths. In the report KDA and Gated DeltaNet solve
 all three tasks at 256 tokens, and part at 1,024 and 2,048; at 1,024 KDA needs about 4,000 steps.
 
-Lab note: not run yet at this size. In miniature (one head of 32, 32 tokens of 24 symbols, 32 rows a
-step, rate 6e-3; a CPU, 2026-11-30) KDA has 99.9 % of recall after 300 steps, 99.2 % of palindrome and
-100 % of four stacks after 400; at a rate of 1e-3 it has 47 % of recall after 300. Linear attention
-solves that recall as well: its seven pairs fit in any state of 32 x 32.
+Lab note: not run yet at this size. In miniature (one head of 32, 32 tokens of 24 symbols, 32 rows
+a step, rate 6e-3; a CPU, 2026-11-30) KDA has 99.9 % of recall after 300 steps, 99.2 % of palindrome
+and 100 % of four stacks after 400; at a rate of 1e-3 it has 47 % of recall after 300. Linear
+attention solves that recall as well: its seven pairs fit in a state of 32 x 32.
 """
 
 from experiments.ablation.study import ACCURACY, Study
