@@ -2,12 +2,18 @@
 
     python -m experiments.ablate --study=kda_mla_ratio --config=mini --workdir=runs/ratio
     python -m experiments.ablate --study=residual --config=nano --workdir=runs/residual \
-        --seeds=3 --set train.steps=100 --set train.sample_tokens=0
+        --seeds=3 --set train.steps=100
 
 Studies are the files of `experiments/studies`; `--dry_run` prints the runs and their sizes. The
 same command goes on where a study was stopped or killed, and skips what is finished. The folder
 then holds `report.md`, `results.csv`, `loss.png` and `axis.png`, beside a folder for each run. With
 `--devices=N` runs are spread over N local GPUs. Bad input ends in one line and exit code 2.
+
+Runs that differ in seeds and peak learning rate alone are trained as one program, several times as
+fast where one of them leaves the device idle: as many as have 256 MiB of parameters and optimiser
+state (15 of `nano`, one of `mini`), or as `--together` says. `--only` makes some of the runs, on
+whatever machine; where every run's `result.json` and `metrics.jsonl` are in place, the command
+writes the report from them alone.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from absl import flags
 from configs import CONFIGS
 from experiments.ablation.plan import Run, plan
 from experiments.ablation.report import report
-from experiments.ablation.runner import claim, make, results, spread
+from experiments.ablation.runner import claim, groups, make, results, spread, unfinished
 from experiments.options import cache_dir, corpora
 from experiments.program import launch
 from experiments.studies import NAMES, load
@@ -31,14 +37,15 @@ cache_dir()
 STUDY = flags.DEFINE_string("study", None, f"One of: {', '.join(NAMES)}.")
 SEEDS = flags.DEFINE_integer("seeds", 0, "Runs per point; 0: as many as the study says.")
 DEVICES = flags.DEFINE_integer("devices", 1, "Local GPUs to spread the runs over.")
-ONLY = flags.DEFINE_string("only", None, "Make just the run of this name, and no report.")
+ONLY = flags.DEFINE_list("only", None, "Make just the runs of these names, and no report.")
+TOGETHER = flags.DEFINE_integer("together", 0, "Most runs of one program; 0: as fit in 256 MiB.")
 
 
 def run() -> int:
     name = STUDY.value
     if name not in NAMES:
         raise ValueError(f"--study = {name!r}: must be one of {', '.join(NAMES)}")
-    for flag in (SEEDS, DEVICES):
+    for flag in (SEEDS, DEVICES, TOGETHER):
         least = flag.default
         if flag.value < least:
             raise ValueError(f"--{flag.name} = {flag.value}: must be at least {max(least, 1)}")
@@ -51,19 +58,23 @@ def run() -> int:
     if not flags.FLAGS.workdir:
         raise ValueError("--workdir: missing, must name the directory of the study")
     workdir = Path(flags.FLAGS.workdir)
-    chosen = [r for r in runs if ONLY.value in (None, r.name)]
-    if not chosen:
-        raise ValueError(f"--only = {ONLY.value!r}: must be one of {[r.name for r in runs]}")
+    names = [r.name for r in runs]
+    if ONLY.value == []:
+        raise ValueError(f"--only: empty, must be of {', '.join(names)}")
+    if unknown := [n for n in ONLY.value or [] if n not in names]:
+        raise ValueError(f"--only = {','.join(unknown)!r}: must be of {', '.join(names)}")
     claim(workdir, name, study, runs)
+    left = unfinished([r for r in runs if ONLY.value is None or r.name in ONLY.value], workdir)
+    parts = groups(left, TOGETHER.value)
     if DEVICES.value > 1 and ONLY.value is None:
         command = ["-m", "experiments.ablate", *sys.argv[1:]]
-        if code := spread(chosen, workdir, command, DEVICES.value):
+        if code := spread(parts, workdir, command, DEVICES.value):
             return code
-    else:
+    elif left:
         cache = corpora()
-        for one in chosen:
-            if (signal := make(one, workdir, cache)) is not None:
-                print(f"stopped by signal {signal} in {one.name}: the same command goes on")
+        for part in parts:
+            if (signal := make(part, workdir, cache)) is not None:
+                print(f"stopped by signal {signal} in {part[0].name}: the same command goes on")
                 return 128 + signal
     if ONLY.value is None:
         print(report(name, study, runs, results(runs, workdir), workdir))

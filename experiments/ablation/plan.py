@@ -13,7 +13,8 @@ from k3jax.config import ExperimentConfig
 from k3jax.cost import flops_per_token, parameter_counts
 from k3jax.flags import override
 
-_MULTIPLE = 8  # of a width that is chosen
+_MULTIPLE = 8  # of a width that is chosen, for matrix units; models narrower than
+_NARROW = 128  # this are too small to be equal in such steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +60,12 @@ def _stages(config: ExperimentConfig) -> list[tuple[int, float, float]]:
 
 
 def plan(study: Study, base: ExperimentConfig, assignments: list[str], seeds: int) -> list[Run]:
-    """All runs, seed by seed, so that a study cut short has a few seeds of every point.
+    """All runs, seed by seed. They draw no samples, unless `assignments` say so.
 
     Raises `ValueError` with one line for a point that the configuration cannot realise.
     """
-    base = override(override(base, study.base), assignments)
+    settings = ["train.sample_tokens=0", *study.base, *study.budgets.get(base.name, ())]
+    base = override(override(base, settings), assignments)
     reference = _config(base, next(p for p in study.points if p.label == study.reference))
     runs = []
     for seed in range(seeds):
@@ -117,13 +119,15 @@ def _size(config: ExperimentConfig, study: Study) -> int:
 def _turned(
     config: ExperimentConfig, path: str, size: Callable[[ExperimentConfig], int], target: int
 ) -> ExperimentConfig:
-    """`config` with the multiple of `_MULTIPLE` at `path` whose `size` is nearest to `target`.
+    """`config` with the width at `path` whose `size` is nearest to `target`.
 
     `size` grows with the width, so that halving finds it.
     """
 
+    multiple = _MULTIPLE if config.model.d_model >= _NARROW else 1
+
     def at(n: int) -> ExperimentConfig:
-        return override(config, [f"{path}={n * _MULTIPLE}"])
+        return override(config, [f"{path}={n * multiple}"])
 
     low, high = 1, 2
     while size(at(high)) < target:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.ablation.plan import Run, flops_after
-from experiments.ablation.statistics import estimate, paired, verdict
-from experiments.ablation.study import Study
+from experiments.ablation.statistics import Figures, paired, residual, verdict
+from experiments.ablation.study import Metric, Study, deciding
 from k3jax.flags import differences
 from k3jax.train.metrics import read_metrics
 from k3jax.train.workdir import write_whole
@@ -29,6 +28,11 @@ EQUAL = {
     "flops": "training FLOPs (by the number of steps)",
 }
 
+CAPTION = (
+    "Lines are means over seeds and bands their range; dots are runs, and bars 95 % intervals of a "
+    "point's mean by the same spread as the comparisons', without what the runs of a seed share."
+)
+
 
 def report(
     name: str, study: Study, runs: Sequence[Run], found: list[dict[str, Any]], workdir: Path
@@ -36,18 +40,18 @@ def report(
     """Writes everything to `workdir`; returns the text of `report.md`."""
     _csv(found, workdir / "results.csv")
     _curves(study, runs, workdir)
-    figures = by_label(study, found)
+    figures = {metric: by_label(study, metric, found) for metric in deciding(study, runs[0].config)}
     _against_axis(study, figures, workdir / "axis.png")
     text = _text(name, study, runs, found, figures)
     write_whole(workdir / "report.md", text)
     return text
 
 
-def by_label(study: Study, found: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The deciding metric, by label in the order of the sweep and by seed."""
-    figures: dict[str, dict[int, float]] = {point.label: {} for point in study.points}
+def by_label(study: Study, metric: Metric, found: list[dict[str, Any]]) -> Figures:
+    """`metric`, by label in the order of the sweep and by seed."""
+    figures: Figures = {point.label: {} for point in study.points}
     for record in found:
-        value = record.get(study.metric.name)
+        value = record.get(metric.name)
         if value is not None:
             figures[record["label"]][record["seed"]] = value
     return {label: by_seed for label, by_seed in figures.items() if by_seed}
@@ -58,11 +62,15 @@ def _text(
     study: Study,
     runs: Sequence[Run],
     found: list[dict[str, Any]],
-    figures: dict[str, dict[int, float]],
+    figures: dict[Metric, Figures],
 ) -> str:
     first = runs[0].config
     data = first.data
     stages = f", then {', '.join(data.stages)} (steps:lengthxrows)" if data.stages else ""
+    sources = ", ".join(data.sources)
+    if data.weights:
+        weights = ", ".join(f"{weight:g}" for weight in data.weights)
+        sources += f", by weights {weights}"
     lines = [
         f"# {name}",
         "",
@@ -70,19 +78,23 @@ def _text(
         "",
         f"Held equal: {EQUAL[study.equal]}. {len(found)} of {len(runs)} runs are finished: "
         f"{len(study.points)} points, {len({run.seed for run in runs})} seeds; rows of "
-        f"{data.sequence_length} tokens, {data.batch_size} a step{stages}.",
+        f"{data.sequence_length} tokens, {data.batch_size} a step{stages}; data: {sources}.",
         "",
     ]
-    if study.reference in figures:
-        lines += [verdict(figures, study.reference, study.metric), ""]
-    else:
-        lines += [f"No run of {study.reference}, the reference, is finished: no verdict yet.", ""]
-    without = [record for record in found if record.get(study.metric.name) is None]
-    if without:
-        names = ", ".join(f"{record['label']} (seed {record['seed']})" for record in without)
-        lines += [f"Left out, as {study.metric.name} is not finite or not there: {names}.", ""]
+    for metric, by_metric in figures.items():
+        if study.reference in by_metric:
+            lines += [verdict(by_metric, study.reference, metric), ""]
+        else:
+            lines += [
+                f"No run of {study.reference}, the reference, has {metric.name}: no verdict yet.",
+                "",
+            ]
+        without = [record for record in found if record.get(metric.name) is None]
+        if without:
+            names = ", ".join(f"{record['label']} (seed {record['seed']})" for record in without)
+            lines += [f"Left out, as {metric.name} is not finite or not there: {names}.", ""]
     lines += _table(study, runs, found, figures)
-    lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", ""]
+    lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", "", CAPTION, ""]
     lines += ["Settings in which the points differ from the reference:", ""]
     reference = next(run for run in runs if run.label == study.reference)
     for run in runs:
@@ -96,28 +108,42 @@ def _table(
     study: Study,
     runs: Sequence[Run],
     found: list[dict[str, Any]],
-    figures: dict[str, dict[int, float]],
+    figures: dict[Metric, Figures],
 ) -> list[str]:
-    head = [study.axis, "parameters", "active", "steps", "PFLOPs", "seeds", study.metric.name]
-    rows = [[*head, f"minus {study.reference}, paired"]]
-    for label, by_seed in figures.items():
-        run = next(run for run in runs if run.label == label)
-        record = next(record for record in found if record["label"] == label)
-        difference = paired(by_seed, figures.get(study.reference, {}))
-        rows.append(
-            [
-                label,
-                f"{record['parameters']:,}",
-                f"{record['active_parameters']:,}",
-                f"{run.config.train.steps:,}",
-                f"{record['flops'] / 1e15:.3g}",
-                str(len(by_seed)),
-                str(estimate(list(by_seed.values()))),
-                "-" if label == study.reference or difference is None else str(difference),
-            ]
-        )
+    rows = [[study.axis, "parameters", "active", "steps", "PFLOPs", "seeds"]]
+    for metric in figures:
+        rows[0] += [metric.name, f"minus {study.reference}"]
+    spreads = {metric: residual(by_label) for metric, by_label in figures.items()}
+    for point in study.points:
+        mine = [record for record in found if record["label"] == point.label]
+        if not mine:
+            continue
+        run = next(run for run in runs if run.label == point.label)
+        row = [
+            point.label,
+            f"{mine[0]['parameters']:,}",
+            f"{mine[0]['active_parameters']:,}",
+            f"{run.config.train.steps:,}",
+            f"{mine[0]['flops'] / 1e15:.3g}",
+            str(len(mine)),
+        ]
+        for metric, by_label in figures.items():
+            by_seed, reference = (by_label.get(x, {}) for x in (point.label, study.reference))
+            row.append(_mean(list(by_seed.values())))
+            difference = paired(by_seed, reference, spreads[metric])
+            itself = point.label == study.reference
+            row.append("-" if itself or difference is None else str(difference))
+        rows.append(row)
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def _mean(values: list[float]) -> str:
+    """Of the seeds, with their standard deviation."""
+    if not values:
+        return "-"
+    spread = f" (sd {np.std(values, ddof=1):.4f})" if len(values) > 1 else ""
+    return f"{np.mean(values):.4f}{spread}"
 
 
 def _csv(found: list[dict[str, Any]], path: Path) -> None:
@@ -130,27 +156,33 @@ def _csv(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:
-    """Training loss against tokens and against FLOPs: the mean over seeds, and their spread."""
+    """Training loss against tokens and against FLOPs: the mean over seeds, and their spread.
+
+    Of a point's runs, those that have come furthest, where all of them have a figure.
+    """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for point in study.points:
-        curves, flops = defaultdict(list), {}
-        for run in runs:
-            if run.label != point.label:
-                continue
-            for record in read_metrics(workdir / "runs" / run.name):
-                if record.get("bits_per_byte") is not None:
-                    curves[record["tokens"]].append(record["bits_per_byte"])
-                    flops[record["tokens"]] = flops_after(run.config, record["step"])
-        if not curves:
+    for place, point in enumerate(study.points):
+        mine = [run for run in runs if run.label == point.label]
+        records = [read_metrics(workdir / "runs" / run.name) for run in mine]
+        last = max((r["step"] for rs in records for r in rs), default=0)
+        furthest = [rs for rs in records if rs and rs[-1]["step"] == last]
+        curves = [
+            {r["step"]: r["bits_per_byte"] for r in rs if r.get("bits_per_byte") is not None}
+            for rs in furthest
+        ]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        if not steps:
             continue
-        tokens = np.array(sorted(curves))
-        mean, low, high = np.array(
-            [(np.mean(c), np.min(c), np.max(c)) for c in (curves[t] for t in tokens)]
-        ).T
-        for axes, x in ((left, tokens), (right, [flops[t] for t in tokens])):
-            (line,) = axes.plot(x, mean, linewidth=1, label=point.label)
-            axes.fill_between(x, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+        values = np.array([[curve[step] for step in steps] for curve in curves])
+        config = mine[0].config
+        tokens = [config.data.tokens_after(step) for step in steps]
+        for axes, x in ((left, tokens), (right, [flops_after(config, step) for step in steps])):
+            line = {"linewidth": 1, "color": f"C{place}", "label": point.label}
+            axes.plot(x, values.mean(0), **line)
+            axes.fill_between(
+                x, values.min(0), values.max(0), alpha=0.2, color=f"C{place}", linewidth=0
+            )
     left.set(xlabel="tokens", ylabel="training bits per byte")
     right.set(xlabel="training FLOPs", xscale="log")
     for axes in (left, right):
@@ -159,17 +191,30 @@ def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:
     figure.savefig(workdir / "loss.png", dpi=150, metadata={"Software": None})
 
 
-def _against_axis(study: Study, figures: dict[str, dict[int, float]], path: Path) -> None:
-    """The deciding metric of every run, and the mean of each point with its interval."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for place, by_seed in enumerate(figures.values()):
-        values = list(by_seed.values())
-        total = estimate(values)
-        axes.plot([place] * len(values), values, "o", color="C0", alpha=0.4, markersize=4)
-        half = total.half if np.isfinite(total.half) else 0
-        axes.errorbar(place, total.mean, yerr=half, fmt="_", color="C0", capsize=4, markersize=14)
-    axes.set_xticks(range(len(figures)), list(figures), rotation=20 if len(figures) > 5 else 0)
-    axes.set(xlabel=study.axis, ylabel=study.metric.unit or study.metric.name)
-    axes.grid(alpha=0.3, axis="y")
+def _against_axis(study: Study, figures: dict[Metric, Figures], path: Path) -> None:
+    """The deciding figures of every run, and the mean of each point with its interval.
+
+    The interval leaves out what the runs of a seed share, as the comparisons do.
+    """
+    figure = Figure(figsize=(7 * len(figures), 4.5), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(figures)))
+    for axes, (metric, by_point) in zip(panels, figures.items(), strict=True):
+        spread = residual(by_point)
+        for place, by_seed in enumerate(by_point.values()):
+            values = list(by_seed.values())
+            axes.plot([place] * len(values), values, "o", color="C0", alpha=0.4, markersize=4)
+            half = spread.half(1 / len(values))
+            axes.errorbar(
+                place,
+                np.mean(values),
+                yerr=half if np.isfinite(half) else 0,
+                fmt="_",
+                color="C0",
+                capsize=4,
+                markersize=14,
+            )
+        turned = 20 if len(by_point) > 5 else 0
+        axes.set_xticks(range(len(by_point)), list(by_point), rotation=turned)
+        axes.set(xlabel=study.axis, ylabel=metric.name.replace("_", " "))
+        axes.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=150, metadata={"Software": None})

@@ -2,29 +2,32 @@
 
 Runs that share a seed share their first values and their data, so that two points are compared by
 the differences within a seed: the spread from seed to seed, which is common to both, drops out.
-Intervals are Student's t at 95 %; with one seed there is none, and nothing is claimed.
+What is left after the means of points and of seeds, a randomised block design's residual, is taken
+to spread alike at all points, so that each comparison is judged by the runs of all of them; of two
+points alone that is the paired t-test. Intervals are Student's t at 95 %; with one seed there is
+none, and nothing is claimed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
 
 from experiments.ablation.study import Metric
 
+type Figures = dict[str, dict[int, float]]  # by label, then seed
+
 CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A mean of `count` values and the half width of its interval, infinite for one value."""
+class Difference:
+    """The mean difference of two points and the half width of its interval, infinite for none."""
 
     mean: float
     half: float
-    count: int
 
     @property
     def decided(self) -> bool:
@@ -33,40 +36,63 @@ class Estimate:
 
     def __str__(self) -> str:
         if np.isinf(self.half):
-            return f"{self.mean:.4f} (one seed)"
-        return f"{self.mean:.4f} ± {self.half:.4f}"
+            return f"{self.mean:+.4f} (no interval)"
+        return f"{self.mean:+.4f} ± {self.half:.4f}"
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of `values` and its interval."""
-    array = np.asarray(values, float)
-    if len(array) < 2:
-        return Estimate(float(array.mean()), float("inf"), len(array))
-    spread = array.std(ddof=1) / np.sqrt(len(array))
-    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(array) - 1)
-    return Estimate(float(array.mean()), float(quantile * spread), len(array))
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """The standard deviation of a run around its point's and its seed's means, and its freedom."""
+
+    deviation: float
+    freedom: int
+
+    def half(self, variance: float) -> float:
+        """Half the width of the interval of what has `variance` times that of a run."""
+        if not self.freedom:
+            return float("inf")
+        quantile = stats.t.ppf((1 + CONFIDENCE) / 2, self.freedom)
+        return float(quantile * self.deviation * np.sqrt(variance))
 
 
-def paired(values: dict[int, float], reference: dict[int, float]) -> Estimate | None:
-    """The mean difference `values - reference` over the seeds of both; None where there is none."""
+def residual(figures: Figures) -> Residual:
+    """That of `figures`, by least squares; of too few of them its freedom is 0."""
+    cells = [(label, seed) for label, values in figures.items() for seed in values]
+    marks = [*figures, *sorted({seed for _, seed in cells})]
+    design = np.array([[mark in cell for mark in marks] for cell in cells], float)
+    values = np.array([figures[label][seed] for label, seed in cells])
+    freedom = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
+    if freedom < 1:
+        return Residual(float("inf"), 0)
+    left = values - design @ np.linalg.lstsq(design, values)[0]
+    return Residual(float(np.linalg.norm(left) / np.sqrt(freedom)), freedom)
+
+
+def paired(
+    values: dict[int, float], reference: dict[int, float], spread: Residual
+) -> Difference | None:
+    """The mean difference `values - reference` over the seeds of both; None where there is none.
+
+    Its interval is by `spread`, the residual of all points.
+    """
     seeds = sorted(values.keys() & reference.keys())
     if not seeds:
         return None
-    return estimate([values[seed] - reference[seed] for seed in seeds])
+    mean = float(np.mean([values[seed] - reference[seed] for seed in seeds]))
+    return Difference(mean, spread.half(2 / len(seeds)))
 
 
-def verdict(figures: dict[str, dict[int, float]], reference: str, metric: Metric) -> str:
+def verdict(figures: Figures, reference: str, metric: Metric) -> str:
     """What `figures` (by label, then seed) support about each point against the reference."""
     names = [label for label in figures if label != reference]
-    differences = {label: paired(figures[label], figures[reference]) for label in names}
+    spread = residual(figures)
+    differences = {label: paired(figures[label], figures[reference], spread) for label in names}
     groups: dict[str, list[str]] = {"lower": [], "higher": [], "": []}
     for label, difference in differences.items():
         if difference is None or not difference.decided:
             groups[""].append(label)
         else:
-            groups["lower" if difference.mean < 0 else "higher"].append(
-                f"{label} ({difference.mean:+.4f} ± {difference.half:.4f})"
-            )
+            groups["lower" if difference.mean < 0 else "higher"].append(f"{label} ({difference})")
     worse = "higher" if metric.better == "lower" else "lower"
     parts = [
         f"{effect} than {reference}: {', '.join(groups[direction]) or 'none'}"
@@ -74,7 +100,11 @@ def verdict(figures: dict[str, dict[int, float]], reference: str, metric: Metric
     ]
     parts.append(f"not told apart from it: {', '.join(groups['']) or 'none'}")
     seeds = len(figures[reference])
-    return (
-        f"By {metric.name} over {seeds} seed{'s' * (seeds != 1)}, {'; '.join(parts)}. "
-        f"Each interval is of 95 % by itself; {len(names)} comparisons were made."
+    said = f"By {metric.name} over {seeds} seed{'s' * (seeds != 1)}, {'; '.join(parts)}. "
+    if not spread.freedom:
+        return said + "Too few runs for intervals."
+    return said + (
+        f"Intervals are of 95 % each, by the spread that points and seeds leave "
+        f"({spread.deviation:.4f}, {spread.freedom} degrees of freedom); "
+        f"{len(names)} comparison{'s were' if len(names) != 1 else ' was'} made."
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from experiments.sweep import Sweep
+from k3jax.config import ExperimentConfig
+from k3jax.train.validation import validation_figures
 
 Equal = Literal["tokens", "parameters", "active", "flops"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A figure of a finished run, by its name in `results.json`, and which way is better."""
+    """A figure of a finished run, by its name in `result.json`, and which way is better."""
 
     name: str
     better: Literal["lower", "higher"] = "lower"
@@ -20,7 +23,7 @@ class Metric:
 
 
 BITS = Metric("validation_bits_per_byte", "lower", "bits per byte")
-ACCURACY = Metric("validation_accuracy", "higher", "")
+ACCURACY = Metric("validation_accuracy", "higher", "accuracy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Study:
     points: the sweep; every point starts from the configuration that `--config` names.
     reference: the label of the point that others are compared with.
     base: assignments for all points, before those of the point.
+    budgets: more of them, by the name of the configuration: what a run may take at its size.
     equal: what is held equal. `tokens`: every run sees the same batches. `parameters`, `active`:
       that too, and the widths of the feed-forward layers are chosen so that the total or active
       parameters are closest to those of the reference. `flops`: the number of steps is, so that the
       training FLOPs are.
-    metric: what decides.
+    metric: what decides; where a run's data are several pools (`deciding`), the figure of each.
     seeds: how many runs a point gets, unless `--seeds` says otherwise; a seed fixes first values
       and the order of the data, so runs of one seed are compared in pairs.
     """
@@ -46,6 +50,7 @@ class Study:
     points: Sweep
     reference: str
     base: tuple[str, ...] = ()
+    budgets: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     equal: Equal = "tokens"
     metric: Metric = BITS
     seeds: int = 2
@@ -54,3 +59,15 @@ class Study:
         labels = [point.label for point in self.points]
         if self.reference not in labels:
             raise ValueError(f"study: reference = {self.reference!r}: must be among {labels}")
+
+
+def deciding(study: Study, config: ExperimentConfig) -> tuple[Metric, ...]:
+    """What decides: the study's metric or, where `config` mixes pools of data, one for each pool.
+
+    Of a text that is its bits per byte, of a task its accuracy.
+    """
+    names = validation_figures(config.data).values()
+    return tuple(
+        dataclasses.replace(BITS if name.endswith("byte") else ACCURACY, name=name)
+        for name in names
+    ) or (study.metric,)

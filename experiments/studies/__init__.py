@@ -16,6 +16,7 @@ NAMES = (
     "activation",
     "balancing",
     "optimiser",
+    "learning_rate",
 )
 
 

@@ -1,12 +1,17 @@
 """What does each step from linear attention to KDA buy? (KLR §5.1, Fig. 4)
 
-    python -m experiments.ablate --study=lineage --config=nano --workdir=runs/lineage
+    python -m experiments.ablate --study=lineage --config=nano --workdir=runs/recall_256
+    python -m experiments.ablate --study=lineage --config=nano --workdir=runs/stack_1024 \
+        --set data.sources=task:stack --set data.sequence_length=1024
 
-Two layers of two heads of 128 without full attention, on recall over 256 tokens; other tasks and
-lengths by `--set data.sources=task:palindrome --set data.sequence_length=1024`. In the report KDA
-and Gated DeltaNet solve all three tasks at 256 tokens, and part at 1,024 and 2,048.
+Two layers of two heads of 128 without full attention, on one task: recall over 256 tokens, or
+`task:palindrome` and `task:stack`, and other lengths. In the report KDA and Gated DeltaNet solve
+all three tasks at 256 tokens, and part at 1,024 and 2,048; at 1,024 KDA needs about 4,000 steps.
 
-Lab note: not run yet beyond a few steps.
+Lab note: not run yet at this size. In miniature (one head of 32, 32 tokens of 24 symbols, 32 rows
+a step, rate 6e-3; a CPU, 2026-11-30) KDA has 99.9 % of recall after 300 steps, 99.2 % of palindrome
+and 100 % of four stacks after 400; at a rate of 1e-3 it has 47 % of recall after 300. Linear
+attention solves that recall as well: its seven pairs fit in a state of 32 x 32.
 """
 
 from experiments.ablation.study import ACCURACY, Study
@@ -34,7 +39,10 @@ STUDY = Study(
         "data.sources=task:recall",
         "data.sequence_length=256",
         "data.batch_size=64",
-        "optimiser.learning_rate=1e-3",
+        "optimiser.learning_rate=3e-3",
+        "train.steps=5000",
+        "train.eval_every=500",
+        "train.checkpoint_every=1000",
     ),
     metric=ACCURACY,
 )

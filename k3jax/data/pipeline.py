@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -180,22 +181,77 @@ def validation_batches(
     A sample of all held-out rows, mixed by weight. Where they run out the list is shorter, and its
     last batch is filled with rows of padding.
     """
+    return _validation_batches(config, cache_dir, count, process_index, process_count, False)[""]
+
+
+def validation_by_pool(
+    config: DataConfig,
+    cache_dir: str | Path,
+    count: int,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> dict[str, list[Batch]]:
+    """The rows of `validation_batches`, those of each pool in batches of their own.
+
+    By the names of `pool_names`; a pool without held-out rows is left out.
+    """
+    return _validation_batches(config, cache_dir, count, process_index, process_count, True)
+
+
+def pool_names(config: DataConfig) -> tuple[str, ...]:
+    """What the pools of `config` are called: `text`, or the title of a task such as `recall`.
+
+    Texts that are pools of their own, as there are several with weights, are called by the last
+    part of their source. A name that comes again gets a number.
+    """
+    texts = [name for name in config.sources if not name.startswith(PREFIX)]
+    if texts and not config.weights:
+        return ("text",)
+    names: list[str] = []
+    for source in config.sources:
+        if source.startswith(PREFIX):
+            name = source.removeprefix(PREFIX).partition(":")[0]
+        else:
+            last = Path(source).stem.rpartition(":")[2]
+            name = "text" if len(texts) == 1 else re.sub(r"\W+", "_", last)
+        copies = sum(re.sub(r"_\d+$", "", other) == name for other in names)
+        names.append(f"{name}_{copies + 1}" if copies else name)
+    return tuple(names)
+
+
+def _validation_batches(
+    config: DataConfig,
+    cache_dir: str | Path,
+    count: int,
+    process_index: int,
+    process_count: int,
+    apart: bool,
+) -> dict[str, list[Batch]]:
+    """Held-out rows in batches, all of them under an empty name or each pool under its own."""
     source = load_corpus(config, cache_dir)
     length, size = config.sequence_length, config.batch_size
-    pairs = zip(source.validation, source.weights, strict=True)
-    held = [(pool, weight) for pool, weight in pairs if pool.rows(length) > 0]
-    streams = tuple(stream for stream, _ in held)
+    pairs = zip(source.validation, source.weights, pool_names(config), strict=True)
+    held = [part for part in pairs if part[0].rows(length) > 0]
+    streams = tuple(stream for stream, *_ in held)
     config = dataclasses.replace(config, seed=_VALIDATION_SEED)
     pools = [
         _rows(pool, stream, _Place(0, 0), config, stream.rows(length), 0)[0]
         for pool, stream in enumerate(streams)
     ]
-    numbers = grain.MapDataset.mix(pools, tuple(w for _, w in held))
+    numbers = grain.MapDataset.mix(pools, tuple(weight for _, weight, _ in held))
     table = np.stack([numbers[i] for i in range(min(count * size, len(numbers)))])
-    batches = -(-len(table) // size)
-    table = np.concatenate([table, np.tile([0, 0, -1], (batches * size - len(table), 1))])
     make = _batch_maker(streams, config, _share(config, process_index, process_count))
-    return [make(part) for part in table.reshape(batches, size, 3)]
+
+    def batches(rows: np.ndarray) -> list[Batch]:
+        number = -(-len(rows) // size)
+        rows = np.concatenate([rows, np.tile([0, 0, -1], (number * size - len(rows), 1))])
+        return [make(part) for part in rows.reshape(number, size, 3)]
+
+    if not apart:
+        return {"": batches(table)}
+    parts = {name: table[table[:, 0] == pool] for pool, (_, _, name) in enumerate(held)}
+    return {name: batches(rows) for name, rows in parts.items() if len(rows)}
 
 
 @functools.lru_cache(maxsize=4)

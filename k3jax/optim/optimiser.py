@@ -21,9 +21,11 @@ from k3jax.params import ParamSpec, map_specs, spec_of_variable
 
 
 def make_optimiser(
-    config: OptimiserConfig, steps: int, params: nnx.State
+    config: OptimiserConfig, steps: int, params: nnx.State, peak: jax.Array | None = None
 ) -> optax.GradientTransformation:
     """The optimiser of `params` (concrete or abstract) for a run of `steps` updates.
+
+    `peak` takes the place of `config.learning_rate` and may be traced.
 
     Clip by global norm, then the direction of each parameter's rule, then decoupled weight decay,
     then the schedule's rate. Under Muon the last two axes of a parameter are matrices `[in, out]`,
@@ -49,7 +51,7 @@ def make_optimiser(
         clip,
         optax.partition(rules, map_specs(lambda spec: rule_of(spec, config), params)),
         optax.add_decayed_weights(config.weight_decay, map_specs(lambda spec: spec.decay, params)),
-        optax.scale_by_learning_rate(learning_rate(config, steps)),
+        optax.scale_by_learning_rate(learning_rate(config, steps, peak)),
     )
 
 

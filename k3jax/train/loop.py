@@ -6,35 +6,42 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
-from k3jax.config import ExperimentConfig, MoEConfig
+from k3jax.config import ExperimentConfig
 from k3jax.cost import flops_per_token
 from k3jax.data.baseline import baseline_bits_per_byte
-from k3jax.data.pipeline import TrainIterator, load_corpus, make_train_iterator, validation_batches
+from k3jax.data.pipeline import (
+    TrainIterator,
+    load_corpus,
+    make_train_iterator,
+    validation_batches,
+    validation_by_pool,
+)
 from k3jax.data.tasks import PREFIX
 from k3jax.data.tokenizer import check_vocab
 from k3jax.flags import to_json
 from k3jax.layers.balancing import update_balancing
 from k3jax.model import Decoder
-from k3jax.optim import learning_rate
+from k3jax.optim import learning_rate, make_optimiser
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.hosts import StopVote, leading, placed, require_equal, share_of_rows
+from k3jax.train.lockstep import Steps, drive, one_at_a_time, vmapped
 from k3jax.train.metrics import MetricsLog, Stopwatch
 from k3jax.train.probes import Record, discard_after, make_probes, record_path, write_record
 from k3jax.train.report import make_sampler, plot, plot_probes
 from k3jax.train.signals import StopSignal
 from k3jax.train.state import Blueprint, TrainState, blueprint
 from k3jax.train.step import decoder_loss, make_evaluation, make_step
+from k3jax.train.validation import check_drops, validation
 from k3jax.train.workdir import occupy, record_config
 
 PROMPT = 64  # tokens of held-out text that the final sample goes on from
@@ -58,63 +65,108 @@ def train(config: ExperimentConfig, workdir: Path, cache_dir: Path) -> Outcome:
     Tokenised corpora are kept in `cache_dir`. Raises `ValueError` or `OSError`, with one line, for
     what cannot be run, resumed or written.
     """
-    with (
-        occupy(workdir, config),
-        jax.set_mesh(make_mesh(config.mesh)),
-        StopSignal() as stop,
-    ):
-        require_equal("settings", to_json(config))
+    return train_together([config], [workdir], cache_dir)[0]
+
+
+def train_together(
+    configs: Sequence[ExperimentConfig], workdirs: Sequence[Path], cache_dir: Path
+) -> list[Outcome]:
+    """As `train`, of several runs whose steps are one program (`k3jax.train.lockstep`).
+
+    They may differ in `name`, seeds and peak rate (`alike`); each has a directory of its own, and
+    what it leaves there is what it would leave alone, up to the rounding of another program. More
+    than one need a mesh of one device.
+    """
+    first = configs[0]
+    if len({alike(config) for config in configs}) > 1:
+        raise ValueError("runs of one program may differ in name, seeds and learning rate alone")
+    with contextlib.ExitStack() as stack:
+        for config, workdir in zip(configs, workdirs, strict=True):
+            stack.enter_context(occupy(workdir, config))
+        stack.enter_context(jax.set_mesh(make_mesh(first.mesh)))
+        if len(configs) > 1 and jax.sharding.get_mesh().size > 1:
+            raise ValueError(f"{first.mesh}: runs of one program need a mesh of one device")
+        stop = stack.enter_context(StopSignal())
+        require_equal("settings", "".join(map(to_json, configs)))
         share = share_of_rows(jax.sharding.get_mesh())
         shards = {"process_index": share[0], "process_count": share[1]}
-        require_equal("data.sources", load_corpus(config.data, cache_dir).digest)
-        data = make_train_iterator(config.data, cache_dir, **shards)
+        corpus = load_corpus(first.data, cache_dir)
+        require_equal("data.sources", corpus.digest)
+        iterators = [make_train_iterator(config.data, cache_dir, **shards) for config in configs]
 
         @functools.lru_cache(maxsize=1)
-        def held_out(stage: int) -> list[dict[str, np.ndarray]]:
-            rows = config.data.during(config.data.schedule()[stage])
-            return validation_batches(rows, cache_dir, config.train.eval_batches, **shards)
+        def held_out(stage: int) -> dict[str, list[dict[str, np.ndarray]]]:
+            rows = first.data.during(first.data.schedule()[stage])
+            return validation_by_pool(rows, cache_dir, first.train.eval_batches, **shards)
 
         held_out(0)  # what is wrong with the data shows now
-        tokenizer = load_corpus(config.data, cache_dir).tokenizer
-        check_vocab(tokenizer, config.model.vocab_size)
-        spare = config.model.vocab_size - tokenizer.vocab_size
-        token_bytes = np.pad(tokenizer.token_bytes, (0, spare))
-        plan = decoder_blueprint(config)
-        run_step = decoder_step(config, plan, token_bytes)
+        check_vocab(corpus.tokenizer, first.model.vocab_size)
+        spare = first.model.vocab_size - corpus.tokenizer.vocab_size
+        token_bytes = np.pad(corpus.tokenizer.token_bytes, (0, spare))
+        plan = decoder_blueprint(first)
         evaluate = make_evaluation(decoder_loss(plan.graphdef), token_bytes)
+        if len(configs) == 1:
+            step_of_all = one_at_a_time(decoder_step(first, plan, token_bytes))
+            heard = stop
+        else:
+            peaks = jnp.array([config.optimiser.learning_rate for config in configs])
+            step_of_all = vmapped(
+                lambda state, batch, peak: decoder_step(first, plan, token_bytes, peak)(
+                    state, batch
+                ),
+                peaks,
+            )
+            heard = StopSignal()  # as of the last round, so that all stop in one
+        vote = StopVote(heard)
 
-        vote = StopVote(stop)
-        with Checkpoints(workdir / "checkpoints", config) as checkpoints:
-            state = checkpoints.restore(plan.abstract(), data)
-            if state is None:
-                state = plan.create(config.train.seed)
-            start, probe = int(state.step), None
-            if config.train.probe_every:
-                probe = make_probes(config.model, plan.graphdef)
-            if start > config.train.steps:
-                raise ValueError(
-                    f"train.steps = {config.train.steps}: {workdir} is at step {start}"
-                )
-            if leading():
-                record_config(workdir, config)
-                discard_after(workdir, start)
-            log.info("%s from step %d of %d", config.name, start, config.train.steps)
-            with contextlib.ExitStack() as stack:
+        def before_round() -> None:
+            heard.received = stop.received
+
+        def validate(state: TrainState, stage: int) -> dict[str, float]:
+            return validation(first, evaluate, state, held_out(stage), share)
+
+        probe = make_probes(first.model, plan.graphdef) if first.train.probe_every else None
+        with contextlib.ExitStack() as files:
+            runs: list[Steps] = []
+            for config, workdir, data in zip(configs, workdirs, iterators, strict=True):
+                checkpoints = files.enter_context(Checkpoints(workdir / "checkpoints", config))
+                state = checkpoints.restore(plan.abstract(), data)
+                if state is None:
+                    state = plan.create(config.train.seed)
+                start = int(state.step)
+                if start > config.train.steps:
+                    raise ValueError(
+                        f"train.steps = {config.train.steps}: {workdir} is at step {start}"
+                    )
                 metrics = None
                 if leading():
+                    record_config(workdir, config)
+                    discard_after(workdir, start)
                     record = MetricsLog(workdir, start, config.train.tensorboard)
-                    metrics = stack.enter_context(record)
-                loop = _Loop(config, workdir, share, data, metrics, checkpoints, vote, probe)
-                state = loop.run(
-                    state,
-                    run_step,
-                    lambda state, stage: _validation(
-                        config, evaluate, state, held_out(stage), share
-                    ),
-                )
+                    metrics = files.enter_context(record)
+                log.info("%s from step %d of %d", config.name, start, config.train.steps)
+                loop = _Loop(
+                    config, workdir, share, data, metrics, checkpoints, vote, probe,
+                    alone=len(configs) == 1, leads=not runs,
+                )  # fmt: skip
+                runs.append(loop.steps(state, validate))
+            states = drive(runs, step_of_all, before_round)
+        before_round()
         if not vote.now():
-            _report(config, workdir, cache_dir, state)
-        return Outcome(state, int(state.step), vote.signal)
+            for config, workdir, state in zip(configs, workdirs, states, strict=True):
+                _report(config, workdir, cache_dir, state)
+        return [Outcome(state, int(state.step), vote.signal) for state in states]
+
+
+def alike(config: ExperimentConfig) -> ExperimentConfig:
+    """`config` without what runs of one program may differ in."""
+    return dataclasses.replace(
+        config,
+        name="",
+        data=dataclasses.replace(config.data, seed=0),
+        optimiser=dataclasses.replace(config.optimiser, learning_rate=1.0),
+        train=dataclasses.replace(config.train, seed=0),
+    )
 
 
 def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
@@ -125,14 +177,23 @@ def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
 
 
 def decoder_step(
-    config: ExperimentConfig, plan: Blueprint, token_bytes: np.ndarray
+    config: ExperimentConfig,
+    plan: Blueprint,
+    token_bytes: np.ndarray,
+    peak: jax.Array | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """The training step of `config`, whose blueprint is `plan`; see `make_step`."""
+    """The training step of `config`, whose blueprint is `plan`; see `make_step`.
+
+    `peak` takes the place of the optimiser's `learning_rate` and may be traced.
+    """
+    optimiser = plan.optimiser
+    if peak is not None:
+        optimiser = make_optimiser(config.optimiser, config.train.steps, plan.params, peak)
     return make_step(
         decoder_loss(plan.graphdef),
         functools.partial(update_balancing, config=config.model.moe),
-        plan.optimiser,
-        learning_rate(config.optimiser, config.train.steps),
+        optimiser,
+        learning_rate(config.optimiser, config.train.steps, peak),
         token_bytes,
         config.optimiser.qk_clip,
     )
@@ -150,6 +211,8 @@ class _Loop:
     checkpoints: Checkpoints
     vote: StopVote
     probe: Callable[[TrainState, dict[str, jax.Array]], Record] | None
+    alone: bool = True  # no other runs in its program
+    leads: bool = True  # among those: it shows progress, and profiles
 
     def __post_init__(self) -> None:
         self._watch = Stopwatch()
@@ -161,18 +224,15 @@ class _Loop:
             flops_per_token(self.config.model, stage.sequence_length) for stage in self._stages
         ]
 
-    def run(
-        self,
-        state: TrainState,
-        run_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]],
-        validate: Callable[[TrainState, int], dict[str, float]],
-    ) -> TrainState:
-        """The state after the last step, or after the step in which a signal came."""
+    def steps(
+        self, state: TrainState, validate: Callable[[TrainState, int], dict[str, float]]
+    ) -> Steps:
+        """Asks for steps; the state after the last one, or after the one where a signal came."""
         train, start = self.config.train, int(state.step)
         borders = {stage.start for stage in self._stages[1:]}
         self._bar = tqdm(
             total=train.steps, initial=start, unit="step", dynamic_ncols=True,
-            disable=self.metrics is None,
+            disable=self.metrics is None or not self.leads,
         )  # fmt: skip
         with self._bar:
             for step in range(start + 1, train.steps + 1):
@@ -181,7 +241,7 @@ class _Loop:
                 self._profile(step, start)
                 batch = self._place(next(self.data))
                 self._measure(step, state, batch)
-                state, metrics = run_step(state, batch)
+                state, metrics = yield step, state, batch
                 self._settle()  # the step before; this one runs meanwhile
                 self._pending = step, metrics
                 last, stopped = step == train.steps, self.vote.take()
@@ -249,9 +309,11 @@ class _Loop:
     def _validate(self, step: int, figures: dict[str, float]) -> None:
         self._write(step, self._place_of(step) | figures)
         if self.metrics is not None:
-            bits, accuracy = figures.values()
+            bits, accuracy, *_ = figures.values()
+            name = "" if self.alone else f"{self.config.name}, "
             tqdm.write(
-                f"step {step}: validation {bits:.3f} bits per byte, {accuracy:.1%} of tokens right"
+                f"{name}step {step}: validation {bits:.3f} bits per byte, "
+                f"{accuracy:.1%} of tokens right"
             )
         self._watch.start(step)
 
@@ -272,7 +334,7 @@ class _Loop:
         """Begin and end the profiler's window, or what is left of it, before `step` runs."""
         first = max(self.config.train.profile_start, 1)
         end = first + self.config.train.profile_steps
-        if step == max(first, start + 1) and step < end:
+        if self.leads and step == max(first, start + 1) and step < end:
             jax.profiler.start_trace(self.workdir / "profile")
             self._profiling = True
         elif step == end:
@@ -282,38 +344,6 @@ class _Loop:
         if self._profiling:
             self._profiling = False
             jax.profiler.stop_trace()
-
-
-def check_drops(moe: MoEConfig, dropped: float, where: str) -> None:
-    """Raises `ValueError` where routes were dropped and may not be."""
-    if dropped and not moe.allow_drops:
-        raise ValueError(
-            f"moe.buffer_factor = {moe.buffer_factor}: {where} has no room for "
-            f"{dropped:.0f} routes to experts; must be larger, or 0 for any load, or let "
-            "moe.allow_drops leave them out"
-        )
-
-
-def _validation(
-    config: ExperimentConfig,
-    evaluate: Callable[..., Any],
-    state: TrainState,
-    batches: Iterable[dict[str, np.ndarray]],
-    share: tuple[int, int],
-) -> dict[str, float]:
-    """The figures of all held-out `batches` together."""
-    spec = PartitionSpec(BATCH, SEQUENCE)
-    found = jax.device_get([evaluate(state, placed(batch, spec, share)) for batch in batches])
-    total = {name: sum(float(batch[name]) for batch in found) for name in found[0]}
-    check_drops(config.model.moe, total["dropped"], "validation")
-    return {
-        "validation_bits_per_byte": _ratio(total["bits"], total["bytes"]),
-        "validation_accuracy": _ratio(total["correct"], total["targets"]),
-    }
-
-
-def _ratio(top: float, bottom: float) -> float:
-    return top / bottom if bottom else math.nan
 
 
 def _report(

@@ -22,9 +22,10 @@ from k3jax.layers.documents import documents_of
 from k3jax.model import token_scores
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
-from k3jax.train.loop import check_drops, decoder_blueprint
+from k3jax.train.loop import decoder_blueprint
 from k3jax.train.probes import Record, make_probes
 from k3jax.train.step import dropped_routes
+from k3jax.train.validation import check_drops
 from k3jax.train.workdir import FILE, occupy, saved_config
 
 

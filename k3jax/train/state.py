@@ -44,7 +44,7 @@ class TrainState:
     rng: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
     """A model and its optimiser before any array exists.
 
@@ -60,7 +60,7 @@ class Blueprint:
 
     def create(self, seed: int) -> TrainState:
         """The state at step 0, by one compiled function, laid out as the specs say."""
-        return jax.jit(self._create)(jax.random.key(seed))
+        return _create(self, jax.random.key(seed))
 
     def abstract(self) -> TrainState:
         """The shapes, dtypes and shardings of `create`'s result; an abstract mesh will do."""
@@ -86,6 +86,10 @@ class Blueprint:
         )
         zero = jnp.zeros((), jnp.int32)
         return TrainState(params, balancing, self.optimiser.init(params), zero, zero, rng)
+
+
+# One program for all seeds of a blueprint, which is known by its identity.
+_create = jax.jit(Blueprint._create, static_argnums=0)
 
 
 def blueprint(build: Build, config: OptimiserConfig, steps: int) -> Blueprint:

@@ -15,7 +15,13 @@ from orbax.checkpoint import v1 as ocp
 
 from k3jax.config import DataConfig
 from k3jax.data import pipeline
-from k3jax.data.pipeline import load_corpus, make_train_iterator, validation_batches
+from k3jax.data.pipeline import (
+    load_corpus,
+    make_train_iterator,
+    pool_names,
+    validation_batches,
+    validation_by_pool,
+)
 from k3jax.data.tokens import text_hash, validation_mask
 
 ROOT = Path(__file__).parents[2]
@@ -301,6 +307,41 @@ def test_without_weights_sources_are_mixed_by_their_tokens(letters, cache):
     assert [len(s.ends) for s in one.train] == np.bincount(stream.store).tolist()
     assert len(one.train_documents) == len(stream)
     assert load_corpus(weighted, cache).digest == load_corpus(config, cache).digest
+
+
+def test_held_out_rows_can_be_had_pool_by_pool(letters, cache):
+    config = DataConfig(
+        sources=(*letters[:2], "task:palindrome:symbols=64"),
+        weights=(0.5, 0.2, 0.3),
+        sequence_length=16,
+        batch_size=10,
+    )
+    apart = validation_by_pool(config, cache, 6)
+    assert tuple(apart) == pool_names(config) == ("a", "b", "palindrome")
+    for name, batches in apart.items():
+        seen = {chr(target) for target in np.unique(joined(batches)["targets"]) if target < 256}
+        assert seen & {"a", "b"} == {name} & {"a", "b"}
+    together = validation_batches(config, cache, 6)
+    rows, wanted = (
+        sorted(row.tobytes() for batch in batches for row in batch["inputs"] if row.any())
+        for batches in (itertools.chain(*apart.values()), together)
+    )
+    assert rows == wanted and len(rows) > 30
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["python:stdlib"], ["text"]),
+        (["task:recall:pairs=4"], ["recall"]),
+        (["python:stdlib", "task:recall", "task:recall:pairs=4"], ["text", "recall", "recall_2"]),
+        (["python:site-packages", "/x/my text.jsonl"], ["site_packages", "my_text"]),
+    ],
+)
+def test_pools_have_names(sources, names):
+    weights = (1.0,) * len(sources) if len(sources) > 1 else ()
+    config = DataConfig(sources=tuple(sources), weights=weights)
+    assert pool_names(config) == tuple(names)
 
 
 def test_validation_is_held_out_whole_and_the_same_every_time(config, cache, folder):

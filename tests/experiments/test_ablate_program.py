@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from experiments import evaluate
 from experiments.program import main
 from experiments.studies import NAMES
 from k3jax.flags import define
+from k3jax.train.metrics import read_metrics
 from tests.tiny import SETTINGS, write_corpus
 
 SHORT = [*SETTINGS, "train.steps=6", "train.sample_tokens=0", "train.checkpoint_every=2"]
@@ -30,6 +32,9 @@ NEEDS = {
     "lineage": ["model.kda.heads=1", "model.kda.key_dim=16", "model.kda.value_dim=16"],
     "output_gate": ["model.d_model=64"],
 }
+# What makes a model compile in half the time, where only the programs around it matter.
+PLAIN = [f"--set={s}" for s in ("model.moe.experts=0", "optimiser.kind=adamw")]
+FILES = ("report.md", "results.csv", "loss.png", "axis.png")
 
 
 @pytest.fixture(scope="module")
@@ -38,73 +43,93 @@ def home(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("home"))
 
 
-def command(program, home, workdir, settings, *options):
+def options(home, workdir, settings, *more):
     return [
-        sys.executable, "-m", f"experiments.{program}", f"--workdir={workdir}",
-        f"--cache_dir={home / 'cache'}", *(f"--set={setting}" for setting in settings), *options,
+        f"--workdir={workdir}", f"--cache_dir={home / 'cache'}",
+        *(f"--set={setting}" for setting in settings), *more,
     ]  # fmt: skip
 
 
 def ablate(home, workdir, study, *more):
-    source = [] if study == "lineage" else [f"data.sources={home / 'text'}"]
-    settings = [*SHORT, *source, *NEEDS.get(study, [])]
-    return command(
-        "ablate", home, workdir, settings, f"--study={study}", "--config=nano", "--seeds=1", *more
-    )
+    sources = [f"data.sources={home / 'text'},task:recall", "data.weights=3,1"]
+    settings = [*SHORT, *([] if study == "lineage" else sources), *NEEDS.get(study, [])]
+    return options(home, workdir, settings, f"--study={study}", "--config=nano", *more)
 
 
-def run(arguments):
+def here(run, arguments, capsys):
+    """The program within this process: its exit code, and what it says."""
+    if "config" not in flags.FLAGS:
+        define(CONFIGS)
+    with flagsaver.flagsaver():
+        flags.FLAGS.unparse_flags()
+        code = main(run, flags.FLAGS(["program", *arguments]))
+    return code, *capsys.readouterr()
+
+
+def start(arguments):
+    command = [sys.executable, "-m", "experiments.ablate", *arguments]
     quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    done = subprocess.run(
-        arguments, env=quick, capture_output=True, text=True, timeout=900, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=quick, **pipes)
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=900)
+    return process.returncode, output
 
 
 def same_but_times(one, other):
     """Whether two finished studies left the same report, table and plots."""
-    for name in ("report.md", "results.csv", "loss.png", "axis.png"):
+    for name in FILES:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_a_study_killed_and_started_again_gives_the_same_report(home, tmp_path):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    code, output, errors = run(ablate(home, whole, "decay_gate"))
-    assert code == 0, errors
-    assert "# decay_gate" in output and "not told apart from it: softplus" in output
+@pytest.fixture(scope="module")
+def whole(home):
+    """Where the studies of this file are made."""
+    return home / "whole"
+
+
+def test_two_studies_from_the_command_to_the_report(home, whole, tmp_path, capsys, monkeypatch):
+    arguments = ablate(home, whole, "decay_gate", *PLAIN)
+    code, output, _ = here(ablation.run, arguments, capsys)
+    assert code == 0 and "# decay_gate" in output
+    # Two seeds of a point are one program, and a text and a task are judged apart.
+    assert "softplus-seed1, step 6: validation" in output
+    assert "By validation_text_bits_per_byte over 2 seeds, better than bounded" in output
+    assert "By validation_recall_accuracy over 2 seeds" in output
     rows = list(csv.DictReader((whole / "results.csv").open()))
-    assert [row["label"] for row in rows] == ["softplus", "bounded"]
-    assert all(0 < float(row["validation_bits_per_byte"]) < 9 for row in rows)
+    found = [(row["label"], row["seed"]) for row in rows]
+    assert found == [(label, seed) for seed in "01" for label in ("softplus", "bounded")]
+    assert all(0 < float(row["validation_text_bits_per_byte"]) < 9 for row in rows)
 
-    killed = subprocess.Popen(
-        ablate(home, broken, "decay_gate"),
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    first = broken / "runs" / "softplus-seed0"
-    while killed.poll() is None and not (first / "checkpoints" / "2").exists():
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert not (broken / "report.md").exists()
-    code, _, errors = run(ablate(home, broken, "decay_gate"))
-    assert code == 0, errors
-    same_but_times(whole, broken)
+    # Elsewhere, from what is small of each run, without the data.
+    for run in (whole / "runs").iterdir():
+        (tmp_path / "runs" / run.name).mkdir(parents=True)
+        for name in ("result.json", "metrics.jsonl"):
+            shutil.copy(run / name, tmp_path / "runs" / run.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(ablation, "make", None)
+        elsewhere = [f"--workdir={tmp_path}", f"--cache_dir={tmp_path / 'none'}"]
+        assert here(ablation.run, [*arguments, *elsewhere], capsys)[0] == 0
+    same_but_times(whole, tmp_path)
+    assert not (tmp_path / "none").exists()
 
-    code, _, errors = run(ablate(home, whole, "activation"))
-    assert code == 2 and "holds the study 'decay_gate', not 'activation'" in errors
-    assert errors.count("\n") == 1
+    other = ablate(home, home / "other", "activation", "--seeds=1", *PLAIN)
+    code, output, _ = here(ablation.run, other, capsys)
+    assert code == 0 and "not told apart from it: swiglu" in output
+    errors = refused(ablation.run, ablate(home, whole, "activation"), capsys)
+    assert "holds the study 'decay_gate', not 'activation'" in errors
 
-    evaluated = command(
-        "evaluate", home, whole / "runs" / "bounded-seed0", [], "--suite=perplexity,recall",
-        "--lengths=1,2", "--rows=6",
-    )  # fmt: skip
-    code, output, errors = run(evaluated)
-    assert code == 0, errors
-    folder = whole / "runs" / "bounded-seed0" / "evaluation"
+
+def test_a_run_of_a_study_can_be_asked(home, whole, capsys):
+    folder = whole / "runs" / "bounded-seed0"
+    asked = options(home, folder, [], "--suite=perplexity,recall", "--lengths=1,2", "--rows=6")
+    code, output, _ = here(evaluate.run, asked, capsys)
+    assert code == 0
+    folder = folder / "evaluation"
     found = json.loads((folder / "perplexity.json").read_text())
-    result = json.loads((whole / "runs" / "bounded-seed0" / "result.json").read_text())
+    result = json.loads((folder.parent / "result.json").read_text())
     assert found["step"] == 6
     assert found["bits_per_byte"] == pytest.approx(result["validation_bits_per_byte"], rel=1e-5)
     found = json.loads((folder / "recall.json").read_text())
@@ -113,27 +138,50 @@ def test_a_study_killed_and_started_again_gives_the_same_report(home, tmp_path):
 
 
 @pytest.mark.full
+def test_a_study_killed_and_started_again_gives_the_same_report(home, tmp_path):
+    """Killed at the sight of a checkpoint or of a result, and once asked to stop."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    code, output = finish(start(ablate(home, unbroken, "decay_gate", *PLAIN)))
+    assert code == 0, output
+    runs = broken / "runs"
+    sights = [
+        (lambda: (runs / "softplus-seed0" / "checkpoints" / "2").exists(), signal.SIGKILL),
+        (lambda: (runs / "softplus-seed1" / "checkpoints" / "4").exists(), signal.SIGKILL),
+        (lambda: (runs / "softplus-seed0" / "result.json").exists(), signal.SIGKILL),
+        (lambda: read_metrics(runs / "bounded-seed1"), signal.SIGTERM),
+        (lambda: (runs / "bounded-seed0" / "checkpoints" / "6").exists(), signal.SIGKILL),
+    ]
+    for sight, number in sights:
+        process = start(ablate(home, broken, "decay_gate", *PLAIN))
+        while process.poll() is None and not sight():
+            time.sleep(0.005)
+        process.send_signal(number)
+        code, output = finish(process)
+        assert code in (-signal.SIGKILL, 128 + signal.SIGTERM, 0), output
+        assert not (broken / "report.md").exists() or code == 0
+    code, output = finish(start(ablate(home, broken, "decay_gate", *PLAIN)))
+    assert code == 0, output
+    same_but_times(unbroken, broken)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("study", NAMES)
-def test_every_study_runs_to_its_report(home, tmp_path, study):
-    code, output, errors = run(ablate(home, tmp_path / study, study))
-    assert code == 0, errors
-    assert f"# {study}" in output and "By validation_" in output
+def test_every_study_runs_to_its_report(home, tmp_path, study, capsys):
+    arguments = ablate(home, tmp_path / study, study, "--seeds=1")
+    code, output, _ = here(ablation.run, arguments, capsys)
+    assert code == 0 and f"# {study}" in output and "By validation_" in output
 
 
-def refused(run, options, capsys):
+def refused(run, arguments, capsys):
     """What the program says within this process; it must be one line, with exit code 2."""
-    if "config" not in flags.FLAGS:
-        define(CONFIGS)
-    with flagsaver.flagsaver():
-        flags.FLAGS.unparse_flags()
-        assert main(run, flags.FLAGS(["program", *options])) == 2
-    output, errors = capsys.readouterr()
-    assert not output and errors.startswith("error: ") and errors.count("\n") == 1
+    code, output, errors = here(run, arguments, capsys)
+    assert code == 2 and not output
+    assert errors.startswith("error: ") and errors.count("\n") == 1
     return errors
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("arguments", "message"),
     [
         (["--study=ratio", "--config=nano"], "--study = 'ratio': must be one of"),
         (["--study=kda_mla_ratio"], "--config: missing"),
@@ -142,20 +190,25 @@ def refused(run, options, capsys):
         (["--study=activation", "--config=nano", "--devices=0"], "--devices = 0"),
         (
             ["--study=activation", "--config=nano", "--workdir=x", "--only=y"],
-            "--only = 'y': must be one of",
+            "--only = 'y': must be of swiglu-seed0, situ-seed0, swiglu-seed1",
         ),
+        (
+            ["--study=activation", "--config=nano", "--workdir=/dev/null/x"],
+            "--workdir = /dev/null/x: cannot be used: Not a directory",
+        ),
+        (["--study=activation", "--config=nano", "--together=-1"], "--together = -1"),
         (
             ["--study=kda_mla_ratio", "--config=nano", "--set=model.layers=8", "--dry_run"],
             "point 15:1: model.kda_to_full = '15:1': needs at least 16 layers",
         ),
     ],
 )
-def test_a_study_that_cannot_be_is_one_line(options, message, capsys):
-    assert message in refused(ablation.run, options, capsys)
+def test_a_study_that_cannot_be_is_one_line(arguments, message, capsys):
+    assert message in refused(ablation.run, arguments, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("arguments", "message"),
     [
         ([], "--workdir: missing"),
         (["--workdir=/nowhere/at/all"], "holds no run"),
@@ -163,5 +216,5 @@ def test_a_study_that_cannot_be_is_one_line(options, message, capsys):
         (["--workdir=.", "--rows=0"], "--rows = 0"),
     ],
 )
-def test_a_question_that_cannot_be_asked_is_one_line(options, message, capsys):
-    assert message in refused(evaluate.run, options, capsys)
+def test_a_question_that_cannot_be_asked_is_one_line(arguments, message, capsys):
+    assert message in refused(evaluate.run, arguments, capsys)
