@@ -37,9 +37,10 @@ def clip_logits(
     """
     flat: dict[Any, Any] = dict(nnx.to_flat_state(params))
     specs = {path: spec_of_variable(variable) for path, variable in flat.items()}
-    clipped = {path for path, spec in specs.items() if spec.qk_clip}
+    # In one order whatever the process: all processes of a run compile one program.
+    clipped = [path for path, spec in specs.items() if spec.qk_clip]
     tops, excessive = [], []
-    for mixer in sorted({path[:-1] for path in clipped}, key=str):
+    for mixer in dict.fromkeys(path[:-1] for path in clipped):
         top = functools.reduce(lambda tree, key: tree[key], mixer, stats)["max_logit"].value
         if under_mesh():
             top = jax.sharding.reshard(top, PartitionSpec())

@@ -234,6 +234,7 @@ class _Loop:
             total=train.steps, initial=start, unit="step", dynamic_ncols=True,
             disable=self.metrics is None or not self.leads,
         )  # fmt: skip
+        self._watch.start(start)
         with self._bar:
             for step in range(start + 1, train.steps + 1):
                 if step == start + 1 and self.vote.now():

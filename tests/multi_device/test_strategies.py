@@ -54,14 +54,15 @@ K3 = ModelConfig(
 )
 CUBES = [MeshConfig(**dict.fromkeys(axes, 2)) for axes in itertools.combinations(AXES, 3)]
 PAIRS = [CUBES[0], CUBES[5], CUBES[8], CUBES[9]]  # every pair of axes is in one of these
+ALL = [CUBES[0], CUBES[9]]  # every axis is in one of these
 ALONE = [MeshConfig(data=8), MeshConfig(fsdp=8), MeshConfig(context=8)]
 ALONE += [MeshConfig(expert=4), MeshConfig(tensor=2)]
 SELECTIONS = {  # meshes, optimiser, dtype, steps; the first gradient too, but for the two longest
     "gradients": (PAIRS, "adamw", "float64", 0),
     "alone": (ALONE, "adamw", "float64", 0),
-    "float32": (PAIRS, "muon", "float32", STEPS),
+    "float32": (ALL, "muon", "float32", STEPS),
     "muon": (CUBES, "muon", "float64", STEPS),
-    "adamw": (PAIRS, "adamw", "float64", STEPS),
+    "adamw": (ALL, "adamw", "float64", STEPS),
 }
 
 
