@@ -13,9 +13,9 @@ Runs that differ in seeds and peak learning rate alone are trained as one progra
 many as have 256 MiB of parameters and optimiser state (15 of `nano`, one of `mini`), or as
 `--together` says; `--together=1` for none. Four runs of a model of width 32 took 77 s to compile
 instead of 4 x 45 s, and 2.43 instead of 4 x 0.66 s of CPU a step (two shared cores, 2026-11-30): on
-a CPU compilation is what is spared; a GPU is not measured yet. `--only` makes some of the runs, on whatever machine;
-where every run's `result.json` and `metrics.jsonl` are in place, the command writes the report from
-them alone.
+a CPU compilation is what is spared; a GPU is not measured yet. `--only` makes some of the runs, on
+whatever machine; where every run's `result.json` and `metrics.jsonl` are in place, the command
+writes the report from them alone.
 """
 
 from __future__ import annotations
