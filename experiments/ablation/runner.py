@@ -116,9 +116,17 @@ def _room(config: ExperimentConfig, most: int) -> int:
     return most or max(TOGETHER // (STATE * parameter_counts(config.model).total), 1)
 
 
-def unfinished(runs: Sequence[Run], workdir: Path) -> list[Run]:
-    """Those that have no result yet."""
-    return [run for run in runs if not (workdir / "runs" / run.name / RESULT).exists()]
+def unfinished(groups: Sequence[Sequence[Run]], workdir: Path) -> list[list[Run]]:
+    """The groups without the runs that have a result, and without those that have them all.
+
+    Runs of a group get theirs together, so that one that was interrupted is the same group again.
+    """
+    left = [[run for run in group if not _result(run, workdir).exists()] for group in groups]
+    return [group for group in left if group]
+
+
+def _result(run: Run, workdir: Path) -> Path:
+    return workdir / "runs" / run.name / RESULT
 
 
 def make(group: Sequence[Run], workdir: Path, cache: Path) -> int | None:
@@ -133,7 +141,7 @@ def make(group: Sequence[Run], workdir: Path, cache: Path) -> int | None:
     if outcomes[0].stopped_by is not None:
         return outcomes[0].stopped_by
     for run, folder in zip(group, folders, strict=True):  # all are at their last checkpoint
-        write_whole(folder / RESULT, json.dumps(result(run, folder), indent=1) + "\n")
+        write_whole(_result(run, workdir), json.dumps(result(run, folder), indent=1) + "\n")
     return None
 
 
@@ -169,8 +177,6 @@ def spread(
     lock = threading.Lock()
 
     def one(group: Sequence[Run]) -> int:
-        if not unfinished(group, workdir):
-            return 0
         device = free.get()
         try:
             only = f"--only={','.join(run.name for run in group)}"
@@ -216,9 +222,9 @@ def results(runs: Sequence[Run], workdir: Path) -> list[dict[str, Any]]:
     """
     found = []
     for run in runs:
-        folder = workdir / "runs" / run.name
-        if (folder / RESULT).exists():
-            if (old := saved_config(folder)) is not None:
+        path = _result(run, workdir)
+        if path.exists():
+            if (old := saved_config(path.parent)) is not None:
                 _refuse_other_settings(workdir, run, old)
-            found.append(json.loads((folder / RESULT).read_text()))
+            found.append(json.loads(path.read_text()))
     return found

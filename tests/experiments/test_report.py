@@ -271,15 +271,17 @@ def test_a_study_killed_in_a_run_goes_on_and_skips_what_is_finished(tmp_path, mo
         return [Outcome(None)] * len(configs)
 
     def go_on():
-        parts = runner.groups(runner.unfinished(runs, tmp_path), 0)
+        parts = runner.unfinished(runner.groups(runs, 0), tmp_path)
         return [runner.make(part, tmp_path, tmp_path) for part in parts]
 
     monkeypatch.setattr(runner, "train_together", train_together)
     assert go_on() == [None, 15, None]
     assert len(runner.results(runs, tmp_path)) == 4
     assert go_on() == [None] and go_on() == []
+    (tmp_path / "runs" / "10-seed1" / runner.RESULT).unlink()
+    assert go_on() == [None]  # alone, as 10-seed0 has a result
     names = [[f"{label}-seed0", f"{label}-seed1"] for label in ("10", "20", "30", "20")]
-    assert trained == names
+    assert trained == [*names, ["10-seed1"]]
 
 
 def test_data_of_several_pools_are_judged_pool_by_pool(tmp_path):
