@@ -133,7 +133,7 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
     dS, chain = refs.S[...], []
     for c in reversed(range(plan.chunks)):
         own = slice(plan.heads * c, plan.heads * (c + 1))
-        after, pseudo = narrow(plan, dS), heads(U[c][0])
+        after = narrow(plan, dS)
         dU = from_outputs[own] + dot(k_out[own], above(*[after] * len(kept)), NN)
         parts = split(dU, plan.operand)
         # Each part of A^T against each of dU.
@@ -143,7 +143,9 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
         down = split(-dE, plan.operand)
         both = above(down[0], do[own])
         ddecay = jnp.sum(starts[c].astype(jnp.float32) * dS, axis=2, keepdims=True)
-        into, dk_out = dot(both, starts[c], NT), dot(pseudo, after, NT)
+        into = dot(both, starts[c], NT)
+        pseudo = beside(*(heads(u) for u in U[c]))
+        dk_out = dot(pseudo, beside(*[after] * len(U[c])), NT)
         chain.append(Chain(both, dE, y, into, dk_out, ddecay))
         rows = above(*[k_in[own]] * len(down), q_in[own])
         dS = x.decay[own] * dS + dot(rows, above(*down, do[own]), TN)
@@ -159,7 +161,7 @@ def _visit(plan: Plan, now: Now, refs: SimpleNamespace) -> None:
         k_out=pairs(d.k_out),
         decay=_rows(d.decay),
     )
-    g = gradients.pull(plan, raw, marks, p, x, kept[0], cotangents)
+    g = gradients.pull(plan, raw, marks, p, x, cotangents)
     tokens.put_keys(plan, refs.dq, g.q, now)
     tokens.put_keys(plan, refs.dk, g.k, now)
     tokens.put(plan, refs.dv, pairs(d.errors), now)

@@ -30,6 +30,7 @@ from .tiles import (
     heads,
     iota,
     pairs,
+    split,
 )
 
 
@@ -60,7 +61,6 @@ def pull(
     marks: Marks | None,
     p: Prepared,
     x: Operands,
-    k_out: jax.Array,
     d: Cotangents,
 ) -> Gradients:
     """The gradient of `prepare.prepare` and of Kd, Qd and Kr in `recur.operands`."""
@@ -91,7 +91,7 @@ def pull(
     anchored = k_rows * dk_rows + q_rows * dq_rows - p.columns.astype(wide) * dcolumns
     terms = [
         (_sums_from(CHUNK), x.k_in.astype(wide) * d.k_in + x.q_in.astype(wide) * d.q_in),
-        (_sums_before(), k_out.astype(wide) * d.k_out),
+        (_sums_before(), p.k_out * d.k_out),
     ]
     for level in p.levels:
         size, half = level.size, CHUNK // 2
@@ -166,12 +166,14 @@ def _sums_of_level(size: int) -> jax.Array:
 
 
 def _accumulate(plan: Plan, terms: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Gradients of log decays `[n, C, 2K]` from those of exponents of one sign, whose terms do not
-    cancel, so that one pass in the products' dtype does."""
+    """Gradients of log decays `[n, C, 2K]` from those of exponents, in parts: terms alternate as
+    pseudo-values do, and a gate's parameters sum them over all tokens."""
     matrices, values = zip(*terms, strict=True)
-    matrix = jnp.concatenate([m.astype(plan.operand) for m in matrices], axis=1)
+    parts = [split(y, plan.operand) for y in values]
+    rows = [m.astype(plan.operand) for m, own in zip(matrices, parts, strict=True) for _ in own]
+    matrix = jnp.concatenate(rows, axis=1)
     matrix = jnp.broadcast_to(matrix, (values[0].shape[0], *matrix.shape))
-    return dot(matrix, above(*(prepare.narrow(plan, y) for y in values)), NN)
+    return dot(matrix, above(*(y for own in parts for y in own)), NN)
 
 
 def _pull_gate(
