@@ -191,15 +191,16 @@ def compare(
     expected,
     dtype: str = "float32",
     only: tuple[str, ...] = (),
-    slack: float = 1.0,
+    slack: float | Mapping[str, float] = 1.0,
     at_least: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Every output within its tolerance, times `slack`, and all of the oracle's outputs there.
-    `at_least`: sizes that outputs smaller than them count as."""
+    """Every output within its tolerance, times `slack` (of all, or by name), and all outputs of the
+    oracle there. `at_least`: sizes that outputs smaller than them count as."""
     assert set(actual) == set(expected)
     names = only or expected
     errors = {n: relative_rms(actual[n], expected[n], at_least.get(n, 0.0)) for n in names}
-    wrong = {n: e for n, e in errors.items() if not e <= slack * TOLERANCES[dtype][n]}
+    times = slack if isinstance(slack, Mapping) else dict.fromkeys(names, slack)
+    wrong = {n: e for n, e in errors.items() if not e <= times.get(n, 1.0) * TOLERANCES[dtype][n]}
     assert not wrong, f"KDA_SEED={SEED}: relative RMS of {dtype}: {wrong}"
 
 
@@ -287,9 +288,14 @@ def _rows(cases: tuple[Case, ...]):
 
 
 class KdaSuite:
-    """Subclass with the name of an implementation; narrow `full` tables by refusing calls."""
+    """Subclass with the name of an implementation; narrow `full` tables by refusing calls.
+
+    slack_of_sums: how far beyond the table the gradients of the gate's parameters may be in half
+    precision, where the rounding of all tokens is alike.
+    """
 
     implementation: str
+    slack_of_sums = 1.0
 
     def held_to_oracle(self, case: Case, dtype: str, data: str) -> None:
         x, options = draw(case, data), case.arguments()
@@ -298,7 +304,10 @@ class KdaSuite:
         assert actual["o"].dtype == rounded(x, dtype)["v"].dtype
         expected = oracle(x, dtype, **options)
         sums = size_of_sums(x, expected, **options)
-        compare(actual, expected, dtype, at_least=sums)
+        # One decay or nearly one key for all tokens: they are rounded alike, and errors add up.
+        alike = dtype in ("bfloat16", "float16") and (data == "collinear" or case.gate == "head")
+        slack = dict.fromkeys(("da_log", "ddt_bias"), self.slack_of_sums if alike else 1.0)
+        compare(actual, expected, dtype, slack=slack, at_least=sums)
         if "segment_ids" in x:
             padding = x["segment_ids"] == 0
             for name in ("o", *("d" + n for n in TOKENS if n in x)):

@@ -31,6 +31,7 @@ BOUNDS = {"bfloat16": 5e-3, "float32": 1e-5}
 
 class TestMosaicTpu(KdaSuite):
     implementation = "mosaic_tpu"
+    slack_of_sums = 5.0  # 3.2 is the largest of 84 seeds; NOTES.md
 
 
 def planned(T, B=1, HV=2, D=16, dtype="float32", ids=None, **options) -> Plan:
