@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from experiments.bench_train import compare
 from tests.tiny import SETTINGS, write_corpus
 
 
@@ -24,6 +26,21 @@ def bench(home, *arguments):
         text=True,
         check=False,
     )
+
+
+def test_curves_are_compared_where_both_have_a_loss():
+    def row(losses):
+        return {"losses": losses, "devices": 1, "tokens_per_second": 1.0}
+
+    found = {
+        "single": row({1: 4.0, 10: 2.0, 20: 1.0}),
+        "other log_every": row({1: 4.0, 5: 3.0, 10: 2.1}),
+        "diverged": row({1: 4.0, 10: None}),  # as null is read
+        "apart": row({7: 3.0}),
+    }
+    assert len(compare(found).splitlines()) == 5
+    apart = [row["apart"] for row in found.values()]
+    np.testing.assert_allclose(apart, [0, 0.05, np.nan, np.nan])
 
 
 @pytest.mark.full

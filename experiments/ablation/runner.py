@@ -65,7 +65,10 @@ def claim(workdir: Path, name: str, study: Study, runs: Sequence[Run]) -> None:
             raise ValueError(f"--workdir = {workdir}: holds the study {there!r}, not {name!r}")
         for run in runs:
             if run.name in runs_there:
-                old = from_json(ExperimentConfig, json.dumps(runs_there[run.name]))
+                try:
+                    old = from_json(ExperimentConfig, json.dumps(runs_there[run.name]))
+                except ValueError as error:
+                    raise ValueError(f"{path}: {run.name}: {error}") from error
                 _refuse_other_settings(workdir, run, old)
         mine["runs"] = runs_there | settings
         if mine == saved:
@@ -217,8 +220,8 @@ def _visible(devices: int) -> list[str]:
 def results(runs: Sequence[Run], workdir: Path) -> list[dict[str, Any]]:
     """The results that are there, in the order of `runs`.
 
-    Nothing else of a run is needed than its `result.json`. Raises `ValueError` where the
-    `config.json` beside one is not that of the run.
+    Nothing else of a run is needed than its `result.json`. Raises `ValueError` where one is damaged
+    or of another run, and where the `config.json` beside it is.
     """
     found = []
     for run in runs:
@@ -226,5 +229,16 @@ def results(runs: Sequence[Run], workdir: Path) -> list[dict[str, Any]]:
         if path.exists():
             if (old := saved_config(path.parent)) is not None:
                 _refuse_other_settings(workdir, run, old)
-            found.append(json.loads(path.read_text()))
+            found.append(_read(run, path))
+    return found
+
+
+def _read(run: Run, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        label, seed = found["label"], found["seed"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged, {error}; without it the run is made anew") from error
+    if (label, seed) != (run.label, run.seed):
+        raise ValueError(f"{path}: is of {label!r} with seed {seed}, not of {run.name}")
     return found

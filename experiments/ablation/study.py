@@ -18,12 +18,11 @@ class Metric:
     """A figure of a finished run, by its name in `result.json`, and which way is better."""
 
     name: str
-    better: Literal["lower", "higher"] = "lower"
-    unit: str = ""
+    better: Literal["lower", "higher"]
 
 
-BITS = Metric("validation_bits_per_byte", "lower", "bits per byte")
-ACCURACY = Metric("validation_accuracy", "higher", "accuracy")
+BITS = Metric("validation_bits_per_byte", "lower")
+ACCURACY = Metric("validation_accuracy", "higher")
 
 
 @dataclasses.dataclass(frozen=True)

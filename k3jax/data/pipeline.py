@@ -21,6 +21,7 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -215,8 +216,9 @@ def pool_names(config: DataConfig) -> tuple[str, ...]:
         else:
             last = Path(source).stem.rpartition(":")[2]
             name = "text" if len(texts) == 1 else re.sub(r"\W+", "_", last)
-        copies = sum(re.sub(r"_\d+$", "", other) == name for other in names)
-        names.append(f"{name}_{copies + 1}" if copies else name)
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        free = (one for one in itertools.chain([name], numbered) if one not in names)
+        names.append(next(free))
     return tuple(names)
 
 

@@ -155,6 +155,8 @@ def train_together(
         if not vote.now():
             for config, workdir, state in zip(configs, workdirs, states, strict=True):
                 _report(config, workdir, cache_dir, state)
+            before_round()
+            vote.now()  # a signal that came meanwhile is for whoever called
         return [Outcome(state, int(state.step), vote.signal) for state in states]
 
 

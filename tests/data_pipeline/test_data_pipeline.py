@@ -336,6 +336,7 @@ def test_held_out_rows_can_be_had_pool_by_pool(letters, cache):
         (["task:recall:pairs=4"], ["recall"]),
         (["python:stdlib", "task:recall", "task:recall:pairs=4"], ["text", "recall", "recall_2"]),
         (["python:site-packages", "/x/my text.jsonl"], ["site_packages", "my_text"]),
+        (["/x/a.txt", "/y/a.txt", "/z/a_2.txt", "/a.txt"], ["a", "a_2", "a_2_2", "a_3"]),
     ],
 )
 def test_pools_have_names(sources, names):

@@ -317,6 +317,26 @@ def test_a_result_of_other_settings_is_refused(tmp_path):
         runner.results(runs, tmp_path)
 
 
+def test_a_result_that_is_damaged_or_of_another_run_is_refused(tmp_path):
+    runs = plan(STUDY, CONFIGS["nano"](), [], seeds=2)
+    finished(tmp_path, runs, lambda run: 1.0)
+    one, other = (tmp_path / "runs" / f"10-seed{seed}" / runner.RESULT for seed in (0, 1))
+    text = one.read_text()
+    one.write_text(other.read_text())
+    with pytest.raises(ValueError, match=r"10-seed0/result\.json: is of '10' with seed 1, not of"):
+        runner.results(runs, tmp_path)
+    for damaged in (text[:20], "[]", "{}"):
+        one.write_text(damaged)
+        with pytest.raises(ValueError, match=r"10-seed0/result\.json: damaged, "):
+            runner.results(runs, tmp_path)
+    one.write_text(text)
+    runner.claim(tmp_path, "steps", STUDY, runs)
+    claimed = (tmp_path / runner.STUDY).read_text()
+    (tmp_path / runner.STUDY).write_text(claimed.replace("batch_size", "bath_size"))
+    with pytest.raises(ValueError, match=r"study\.json: 10-seed0: data\.bath_size: unknown"):
+        runner.claim(tmp_path, "steps", STUDY, runs)
+
+
 def test_a_curve_ends_where_all_of_its_runs_have_a_figure(tmp_path, monkeypatch):
     runs = plan(STUDY, CONFIGS["nano"](), [], seeds=3)
     drawn = {}

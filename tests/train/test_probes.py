@@ -301,6 +301,11 @@ def test_records_are_resumed_and_drawn(tmp_path):
     new = record_of(rng)
     write_record(record_path(tmp_path, 15), new)
     record_path(tmp_path, 20).write_bytes(b"PK damaged")
+    whole = bytearray(record_path(tmp_path, 15).read_bytes())
+    for step, place in ((25, 10), (30, 8)):  # an unknown compression; a flag: encrypted
+        damaged = whole.copy()
+        damaged[whole.rindex(b"PK\x01\x02") + place] ^= 1
+        record_path(tmp_path, step).write_bytes(damaged)
     *_, (step, record) = read_records(tmp_path)
     assert step == 15 and record.keys() == new.keys()
     for name, values in new.items():

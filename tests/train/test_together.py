@@ -1,5 +1,8 @@
 """Runs trained as one program: each is what it would have been alone, whatever interrupts them."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -107,6 +110,13 @@ def test_runs_of_one_program_are_what_they_would_have_been_alone(stubbed, tmp_pa
         assert train(broken, members()) == [15] * 3
     train(broken, members())
     assert {name: figures(broken / name) for name in "abc"} == found
+
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:  # a signal while reports are made is not forgotten
+        patch.setattr(loop, "_report", interrupted)
+        assert train(broken, members()) == [signal.SIGTERM] * 3
 
 
 def test_runs_of_one_program_differ_in_seeds_and_rates_alone(tmp_path):
