@@ -154,7 +154,11 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
         leaves = [above(leaves[a] * wholes[b], leaves[b]) for a, b in ab]
         wholes = [wholes[a] * wholes[b] for a, b in ab]
         size *= 2
-    (enter,), (leave,), (decay,) = enters, leaves, wholes
+    (enter,), (leave,) = enters, leaves
+    *_, total = ends = list(itertools.accumulate(lasts[::-1]))
+    # Anew: a product of factors, or what a shift leaves of one, is off by as much in every chunk of
+    # a row, and its state would drift.
+    decay = jnp.exp2(total)
     if not shared:
         k_in, q_in, k_out = k * enter, q * enter, k * leave
     else:
@@ -167,9 +171,6 @@ def prepare(plan: Plan, raw: Raw, marks: Marks | None) -> Prepared:
             )
             for x, row in ((k, k_row), (q, q_row))
         )
-        *_, total = ends = list(itertools.accumulate(lasts[::-1]))
-        # Anew: what the shift leaves of a decay is off by 1e-5, and a state would drift.
-        decay = jnp.exp2(total)
         ends = [jnp.exp2(x + shift) for x in ends][::-1]
         k_out = above(*(a * b for a, b in zip(blocks(k_column, plan.anchored), ends, strict=True)))
     if marks is not None:
