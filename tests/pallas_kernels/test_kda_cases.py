@@ -80,8 +80,8 @@ def test_14_one_key_repeated_16384_times(way):
 def test_17_correlated_keys_with_slow_decay_and_full_writes(way, noise):
     x = inputs(17)
     x["k"] = x["k"][:, :1] + noise * x["k"]
-    # In bfloat16 66 of 727 seeds are beyond the table with equal keys (the last token's dbeta, a sum
-    # in which the final state's cotangent cancels, 2.0 times), 15 with noise (o, 1.05 times).
+    # In bfloat16 66 of 727 seeds are beyond the table with equal keys (dbeta, 2.0 times: the last
+    # token's is a sum in which the final state's cotangent cancels), 15 with noise (o, 1.05 times).
     slack = {"dbeta": 3.0, "o": 1.25, "final_state": 1.25}
     way.held(ready(x, -1e-3) | {"beta": np.ones_like(x["beta"])}, slack=slack, **READY)
 
