@@ -209,12 +209,12 @@ def test_a_signal_reaches_all_processes(tmp_path):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=ask, daemon=True)  # else it would outlive a failure
     asking.start()
     began = time.perf_counter()
     command = ["-c", wait, str(tmp_path)]
     code = runner.spread([[run] for run in runs], tmp_path, command, 2)
-    asking.join()
+    asking.join(10)
     assert code == 128 + signal.SIGTERM and time.perf_counter() - began < 30
     assert len(list(tmp_path.iterdir())) == 2  # the third never began
 
