@@ -64,7 +64,7 @@ def test_meshes_have_the_curve_of_one_device(tmp_path):
     ("mesh", "words"),
     [
         ("context=16", "mesh.context = 16: needs 16 devices"),
-        ("row=2", "mesh.row: unknown, must be"),
+        ("row=2", "mesh.row: unknown, did you mean mesh."),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, mesh, words):
