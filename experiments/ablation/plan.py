@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from experiments.ablation.study import Study
 from experiments.sweep import Point
@@ -19,12 +20,16 @@ _NARROW = 128  # this are too small to be equal in such steps
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run; `name` is its folder."""
+    """One training run."""
 
     name: str
     label: str
     seed: int
     config: ExperimentConfig
+
+    def folder(self, workdir: Path) -> Path:
+        """Where it is made in the directory of a study."""
+        return workdir / "runs" / self.name
 
     @property
     def flops(self) -> float:

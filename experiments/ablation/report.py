@@ -164,7 +164,7 @@ def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     for place, point in enumerate(study.points):
         mine = [run for run in runs if run.label == point.label]
-        records = [read_metrics(workdir / "runs" / run.name) for run in mine]
+        records = [read_metrics(run.folder(workdir)) for run in mine]
         last = max((r["step"] for rs in records for r in rs), default=0)
         furthest = [rs for rs in records if rs and rs[-1]["step"] == last]
         curves = [

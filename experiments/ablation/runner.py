@@ -124,12 +124,10 @@ def unfinished(groups: Sequence[Sequence[Run]], workdir: Path) -> list[list[Run]
 
     Runs of a group get theirs together, so that one that was interrupted is the same group again.
     """
-    left = [[run for run in group if not _result(run, workdir).exists()] for group in groups]
+    left = [
+        [run for run in group if not (run.folder(workdir) / RESULT).exists()] for group in groups
+    ]
     return [group for group in left if group]
-
-
-def _result(run: Run, workdir: Path) -> Path:
-    return workdir / "runs" / run.name / RESULT
 
 
 def make(group: Sequence[Run], workdir: Path, cache: Path) -> int | None:
@@ -137,14 +135,13 @@ def make(group: Sequence[Run], workdir: Path, cache: Path) -> int | None:
 
     Records their results; returns the signal that stopped them.
     """
-    folders = [workdir / "runs" / run.name for run in group]
-    names = [run.name for run in group]
-    log.info("run %s", ", ".join(names))
+    folders = [run.folder(workdir) for run in group]
+    log.info("run %s", ", ".join(run.name for run in group))
     outcomes = train_together([run.config for run in group], folders, cache)
     if outcomes[0].stopped_by is not None:
         return outcomes[0].stopped_by
     for run, folder in zip(group, folders, strict=True):  # all are at their last checkpoint
-        write_whole(_result(run, workdir), json.dumps(result(run, folder), indent=1) + "\n")
+        write_whole(folder / RESULT, json.dumps(result(run, folder), indent=1) + "\n")
     return None
 
 
@@ -225,11 +222,11 @@ def results(runs: Sequence[Run], workdir: Path) -> list[dict[str, Any]]:
     """
     found = []
     for run in runs:
-        path = _result(run, workdir)
-        if path.exists():
-            if (old := saved_config(path.parent)) is not None:
+        folder = run.folder(workdir)
+        if (folder / RESULT).exists():
+            if (old := saved_config(folder)) is not None:
                 _refuse_other_settings(workdir, run, old)
-            found.append(_read(run, path))
+            found.append(_read(run, folder / RESULT))
     return found
 
 

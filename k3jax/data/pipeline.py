@@ -182,7 +182,8 @@ def validation_batches(
     A sample of all held-out rows, mixed by weight. Where they run out the list is shorter, and its
     last batch is filled with rows of padding.
     """
-    return _validation_batches(config, cache_dir, count, process_index, process_count, False)[""]
+    rows, _, batches = _sampled(config, cache_dir, count, process_index, process_count)
+    return batches(rows)
 
 
 def validation_by_pool(
@@ -197,7 +198,9 @@ def validation_by_pool(
 
     By the names of `pool_names`; a pool without held-out rows is left out.
     """
-    return _validation_batches(config, cache_dir, count, process_index, process_count, True)
+    rows, names, batches = _sampled(config, cache_dir, count, process_index, process_count)
+    parts = {name: rows[rows[:, 0] == pool] for pool, name in enumerate(names)}
+    return {name: batches(part) for name, part in parts.items() if len(part)}
 
 
 def pool_names(config: DataConfig) -> tuple[str, ...]:
@@ -222,15 +225,13 @@ def pool_names(config: DataConfig) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _validation_batches(
-    config: DataConfig,
-    cache_dir: str | Path,
-    count: int,
-    process_index: int,
-    process_count: int,
-    apart: bool,
-) -> dict[str, list[Batch]]:
-    """Held-out rows in batches, all of them under an empty name or each pool under its own."""
+def _sampled(
+    config: DataConfig, cache_dir: str | Path, count: int, process_index: int, process_count: int
+) -> tuple[np.ndarray, list[str], Callable[[np.ndarray], list[Batch]]]:
+    """A sample of held-out rows, the pools that have any, and what makes batches of such rows.
+
+    The first column of the rows is the place of their pool among the names.
+    """
     source = load_corpus(config, cache_dir)
     length, size = config.sequence_length, config.batch_size
     pairs = zip(source.validation, source.weights, pool_names(config), strict=True)
@@ -250,10 +251,7 @@ def _validation_batches(
         rows = np.concatenate([rows, np.tile([0, 0, -1], (number * size - len(rows), 1))])
         return [make(part) for part in rows.reshape(number, size, 3)]
 
-    if not apart:
-        return {"": batches(table)}
-    parts = {name: table[table[:, 0] == pool] for pool, (_, _, name) in enumerate(held)}
-    return {name: batches(rows) for name, rows in parts.items() if len(rows)}
+    return table, [name for *_, name in held], batches
 
 
 @functools.lru_cache(maxsize=4)

@@ -209,8 +209,9 @@ def kernel(c: Chunks):
 
             def with_state(values, state):
                 """All of the values times this group's channels of a state."""
-                channels = (pl.ds(j * WIDTH, WIDTH) for j in range(groups))
-                factors = ((values.at[j], state.at[group, own]) for j, own in enumerate(channels))
+                factors = (
+                    (values.at[j], state.at[group, pl.ds(j * WIDTH, WIDTH)]) for j in range(groups)
+                )
                 return tiles.product(part, *factors)
 
             def row_gradient(pairs, from_state):
