@@ -45,7 +45,7 @@ from k3jax.layers.stats import Max, Sum
 from k3jax.sharding import under_mesh
 from k3jax.stacking import by_layer
 from k3jax.train.state import TrainState
-from k3jax.train.step import Batch, accumulated, decoder_loss
+from k3jax.train.step import Batch, accumulated, decoder_loss, target_weight
 from k3jax.train.workdir import write_whole
 
 type Record = dict[str, np.ndarray]
@@ -70,8 +70,7 @@ def make_probes(
 
     @jax.jit
     def measure(state: TrainState, batch: Batch) -> tuple[Any, ...]:
-        weight = jnp.sum(batch["weights"])
-        share = 1 / jnp.where(weight > 0, weight, 1)
+        _, share = target_weight(batch)
         grads, _, stats = accumulated(loss, state, batch, share)
         real = batch["segment_ids"] > 0
         squares = {

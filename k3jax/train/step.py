@@ -67,8 +67,7 @@ def make_step(
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        weight = jnp.sum(batch["weights"])
-        share = 1 / jnp.where(weight > 0, weight, 1)
+        weight, share = target_weight(batch)
         grads, mean, stats = accumulated(loss, state, batch, share)
         norm = optax.tree.norm(grads)
         size = target_bytes(batch, token_bytes)
@@ -94,6 +93,12 @@ def make_step(
         return state, metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def target_weight(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The weight of all targets of `batch`, and a unit's share of it: 1 where there is none."""
+    weight = jnp.sum(batch["weights"])
+    return weight, 1 / jnp.where(weight > 0, weight, 1)
 
 
 def accumulated(
