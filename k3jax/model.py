@@ -27,7 +27,8 @@ from k3jax.params import ParamSpec, check_layout, declare, initialise, stack, we
 from k3jax.sharding import Rules, spec_of, under_mesh
 from k3jax.stacking import segments, stored_sources
 
-_LOSS_TOKENS = 1024  # tokens whose logits exist at one time while the loss is computed
+# Logits that exist at one time while the loss is computed: of this many tokens, or so many numbers.
+_LOSS_TOKENS, _LOSS_LOGITS = 1024, 1 << 24
 
 
 class Decoder(nnx.Module):
@@ -194,7 +195,8 @@ def token_scores(
     """What the model makes of `targets [B, T]` given `hidden [B, T, d]`, `[B, T]` each.
 
     The negative log-likelihood in nats, and whether no other token is more probable (bool). At most
-    `_LOSS_TOKENS` tokens have their logits in memory at one time, in the backward pass too.
+    `_LOSS_TOKENS` tokens, or `_LOSS_LOGITS` logits, are in memory at one time, in the backward pass
+    too.
     """
     head = model.head_matrix()
     axis = spec_of(head)[1] if under_mesh() else None
@@ -210,7 +212,8 @@ def _blockwise_scores(
     Of the logits only sums and maxima per token leave a device.
     """
     count, width = targets.size, hidden.shape[-1]
-    blocks = max(-(-count // _LOSS_TOKENS), 1)
+    most = max(_LOSS_TOKENS, _LOSS_LOGITS // head.shape[1])
+    blocks = max(-(-count // most), 1)
     size = -(-count // blocks)
     spare = blocks * size - count
     first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]

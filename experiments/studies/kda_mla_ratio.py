@@ -37,7 +37,22 @@ _NANO = (
     "train.eval_batches=32",
     "train.checkpoint_every=50",
 )
-_MINI = ("data.sources=python:site-packages,task:recall:shortest=128", "data.weights=9,1")
+_MINI = (
+    "model.d_model=256",
+    "model.kda.heads=2",
+    "model.kda.decay_rank=64",
+    "model.mla.heads=2",
+    "model.residual.kind=plain",
+    "model.moe.experts=0",
+    "model.ffn.dense_width=1216",
+    "model.unroll=true",
+    "data.sources=python:site-packages,task:recall:shortest=32:longest=512",
+    "data.weights=9,1",
+    "train.steps=920",
+    "train.eval_every=0",
+    "train.eval_batches=32",
+    "train.checkpoint_every=920",
+)
 
 STUDY = Study(
     question="Which ratio of KDA to full-attention layers gives the lowest loss at equal size?",

@@ -104,7 +104,7 @@ def train_together(
         spare = first.model.vocab_size - corpus.tokenizer.vocab_size
         token_bytes = np.pad(corpus.tokenizer.token_bytes, (0, spare))
         plan = decoder_blueprint(first)
-        evaluate = make_evaluation(decoder_loss(plan.graphdef), token_bytes)
+        evaluate = make_evaluation(decoder_loss(plan.graphdef, gapless=True), token_bytes)
         if len(configs) == 1:
             step_of_all = one_at_a_time(decoder_step(first, plan, token_bytes))
             heard = stop
@@ -192,7 +192,7 @@ def decoder_step(
     if peak is not None:
         optimiser = make_optimiser(config.optimiser, config.train.steps, plan.params, peak)
     return make_step(
-        decoder_loss(plan.graphdef),
+        decoder_loss(plan.graphdef, gapless=True),
         functools.partial(update_balancing, config=config.model.moe),
         optimiser,
         learning_rate(config.optimiser, config.train.steps, peak),
