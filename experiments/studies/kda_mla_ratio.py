@@ -46,7 +46,7 @@ _MINI = (
     "model.moe.experts=0",
     "model.ffn.dense_width=1216",
     "model.unroll=true",
-    "data.sources=python:site-packages,task:recall:shortest=32:longest=512",
+    "data.sources=python:site-packages,task:recall:shortest=32:length=512",
     "data.weights=9,1",
     "train.steps=920",
     "train.eval_every=0",
