@@ -19,7 +19,7 @@ from k3jax.config import ModelConfig
 from k3jax.layers.attn_res import AttentionResidual, Depth, depth_of
 from k3jax.layers.block import PROBES, Stream, SuperBlock
 from k3jax.layers.documents import Documents, one_document
-from k3jax.layers.linear import gain, island, matrix, normal, rms_norm
+from k3jax.layers.linear import gain, island, matmul, matrix, normal, rms_norm
 from k3jax.layers.row_cache import check
 from k3jax.layers.stats import Stats
 from k3jax.parallel.local import local
@@ -29,6 +29,9 @@ from k3jax.stacking import segments, stored_sources
 
 # Logits that exist at one time while the loss is computed: of this many tokens, or so many numbers.
 _LOSS_TOKENS, _LOSS_LOGITS = 1024, 1 << 24
+# Vocabularies that are looked up by a product: where many tokens share few rows, a scatter-add, the
+# gradient of a gather, takes longer on a GPU than all else, and adds in the dtype of the table.
+_ONE_HOT = 1024
 
 
 class Decoder(nnx.Module):
@@ -156,6 +159,11 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         table = weight(self.embedding, jnp.dtype(self.config.dtype))
+        if len(table) <= _ONE_HOT:
+            hot = jax.nn.one_hot(tokens, len(table), dtype=table.dtype)
+            if under_mesh():
+                hot = jax.sharding.reshard(hot, PartitionSpec(*spec_of(tokens), spec_of(table)[0]))
+            return matmul(hot, table)
         if not under_mesh():
             return table[tokens]
         return table.at[tokens].get(out_sharding=PartitionSpec(*spec_of(tokens), None))
