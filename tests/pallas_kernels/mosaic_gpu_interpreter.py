@@ -182,6 +182,15 @@ def _buffer(kind):
     return Ref(blank.astype(dtype))
 
 
+class _Left(Exception):
+    """A program that ended itself."""
+
+
+def _leave_if(condition):
+    if bool(condition):
+        raise _Left
+
+
 def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
     def run(*arrays):
         several = isinstance(out_type, tuple)
@@ -196,6 +205,8 @@ def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
                 here.phases, here.program, here.group = {}, program[0], jnp.int32(g)
                 try:
                     body(*inputs, *outs, *buffers)
+                except _Left:
+                    return
                 except BaseException as error:
                     errors.append(error)
                     raise
@@ -353,6 +364,8 @@ TILES = {
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,
+    "leave_if": _leave_if,
+    "keep_columns": lambda x, keeps: jnp.where(keeps[:1] != 0, x, 0),
     "load": _load,
     "cols": lambda x, shape: jnp.broadcast_to(jnp.repeat(x, 16, axis=0), shape),
     "rows": lambda x, shape: jnp.broadcast_to(x[:, None], shape),
@@ -372,6 +385,7 @@ PLGPU = {
 }
 LAX = {
     "fori_loop": _loop,
+    "cond": lambda p, yes, no, *x: yes(*x) if bool(p) else no(*x),
     "axis_index": lambda name: here.group if name == "group" else jnp.int32(here.program),
 }
 PL = {"when": _when, "run_scoped": lambda f, *kinds: f(*kinds)}

@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .. import documents, gates, recurrent
+from .. import gates, recurrent
 from ..derivatives import first_alone
 from ..spec import Inputs, Spec, initial_states, without_tokens
 from . import gradients, pieces, prepare, regions, reverse, scan
@@ -210,14 +210,12 @@ def _backward_kernels(c, options, shared, rows):
     those of the gate's parameters, `[B HV, NC, 2, K]`."""
     (return_final,) = options
     _, initial, tables, (scanned, inverse, states, u, maps), do, dfinal = rows
-    if c.packed:
-        real = jnp.take_along_axis(tables.labels > 0, tables.places, axis=1)
-        do = documents.mask(jnp.pad(real, ((0, 0), (0, c.held - c.tokens))), do)
     if c.pieces > 1:
         dfinal = dfinal if return_final else None
-        dfinal = pieces.gradients_after(c, (*scanned, do), maps, dfinal, tables.spans)
+        operands = (*scanned, do, tables.keeps)
+        dfinal = pieces.gradients_after(c, operands, maps, dfinal, tables.spans)
     back = reverse.kernel(c, return_final or c.pieces > 1, initial is not None)
-    du, dstates, dinitial = back(*scanned, do, dfinal, tables.spans)
+    du, dstates, dinitial = back(*scanned, do, tables.keeps, dfinal, tables.spans)
     if c.pieces > 1:
         dinitial = dinitial[:, :1]
     q, k, _, gate, beta, a, bias, table, labels = _operands(c, shared, rows)

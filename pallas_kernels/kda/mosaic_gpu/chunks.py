@@ -1,6 +1,7 @@
 """What is static about the kernels of a call, and where a program's chunk lies."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ class Chunks:
 
 
 class Place:
-    """Where a program's chunk lies: row b, chunk n, head h, its first token and how many."""
+    """Where a program's chunk lies: row b, chunk n, head h, its first token and how many; `whole`
+    if all 64 are real and of the one document that is live before and after them."""
 
     def __init__(self, c: Chunks, index, tables):
         self.head = lax.rem(index, c.value_heads)
@@ -66,18 +68,26 @@ class Place:
         self.out = self.row * c.value_heads + self.head
         self.key_head = lax.div(self.head, c.value_heads // c.heads)
         if c.packed:
-            self.first, self.count, self.entry, self.exit = (
-                tables[self.row, i, self.chunk] for i in range(4)
+            self.first, self.count, self.entry, self.exit, whole = (
+                tables[self.row, i, self.chunk] for i in range(5)
             )
+            self.whole = whole == 1
         else:
             self.first = self.chunk * CHUNK
             self.count = jnp.minimum(c.tokens - self.first, CHUNK)
+            self.whole = self.count == CHUNK
+
+
+def unless_whole(c: Chunks, place: Place, mask: Callable, x):
+    """mask(x), and what else `mask` does, in a chunk that is not whole, as few are; x in others,
+    where it costs no more than a branch. x may be any tree."""
+    if not (c.packed or c.ragged):
+        return x
+    return lax.cond(place.whole, lambda x: x, mask, x)
 
 
 def live_rows(c: Chunks, place: Place, labels, layout):
-    """ROW or COL of bool: the chunk's own, real tokens; None where all are."""
-    if not (c.packed or c.ragged):
-        return None
+    """ROW or COL of bool: the chunk's own, real tokens."""
     index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
     live = index < place.count
     if c.packed:

@@ -26,7 +26,7 @@ from jax import lax
 
 from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
-from .chunks import Chunks, Place, live_rows
+from .chunks import Chunks, Place, live_rows, unless_whole
 from .decays import of_log_decays
 from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows
 
@@ -102,10 +102,66 @@ def kernel(c: Chunks):
                     copy(labels_r.at[place.row, block], rows_s.at[*_LABEL], raw_b)
                 copy(inverse_r.at[place.out, block], inverse_s, value_b)
 
-        def send(buffer, box, array):
-            """A finished tile, committed, to a token array."""
+        def send(box, array):
+            """A finished tile, committed, to a token array; what is not all of the chunk's own
+            is left to `send_rows`."""
             target = array.at[place.row, tokens, place.head, own]
-            tiles.copy_out(buffer, box, target, place.count if c.packed else None)
+            if c.packed:
+                plgpu.copy_smem_to_gmem(box, target, place.count == CHUNK)
+            else:
+                plgpu.copy_smem_to_gmem(box, target)
+
+        def send_rows(buffer, array):
+            @pl.when(place.count < CHUNK)
+            def _():
+                target = array.at[place.row, tokens, place.head, own]
+                tiles.copy_rows(buffer, target, place.count)
+
+        def live():
+            return live_rows(c, place, token_labels(ROW) if c.packed else None, ROW)
+
+        def live_only(x):
+            return jnp.where(rows(live(), x.shape), x, 0.0)
+
+        def live_values(columns):
+            return [jnp.where(live(), x, 0.0) for x in columns]
+
+        def clear(*buffers):
+            """Zeros in the other rows of buffers, whatever stands there, NaN included."""
+
+            def mask(_):
+                for buffer in buffers:
+                    x = load(buffer.at[group]).astype(F32)
+                    buffer.at[group][...] = live_only(x).astype(BF16)
+                tiles.warpgroup_barrier()
+                return ()
+
+            return mask
+
+        def pairs_of_same_document(x):
+            columns = cols(jnp.abs(token_labels(COL)), square)
+            return jnp.where(rows(jnp.abs(token_labels(ROW)), square) == columns, x, 0.0)
+
+        def of_same_document(_):
+            """Zeros in rows of dO and dV whose document is not the one live before the chunk, and of
+            U where it is not the one live after it: they are no concern of those states."""
+            send_rows(values_s.at[groups + group], dv_r)
+            meet()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            labels = jnp.abs(token_labels(ROW))
+            for buffer, label in (
+                (values_s.at[group], place.entry),
+                (values_s.at[groups + group], place.entry),
+                (u_s.at[group], place.exit),
+            ):
+                x = load(buffer).astype(F32)
+                buffer[...] = jnp.where(rows(labels == label, part), x, 0.0).astype(BF16)
+            return ()
+
+        def rest_of_rows(_):
+            for buffer, array in ((keys_s, dk_r), (q_s, dq_r), (g_s, dg_r)):
+                send_rows(buffer.at[group], array)
+            return ()
 
         def chunk():
             fetch()
@@ -118,12 +174,7 @@ def kernel(c: Chunks):
             decays[0] = tiles.zeros((WIDTH,), COL) + 1.0
             sums[0] = tiles.zeros((WIDTH,), COL)
             plgpu.barrier_wait(raw_b)
-            labels = token_labels(ROW) if c.packed else None
-            live = live_rows(c, place, labels, ROW)
-
-            def masked(x, mask=live):
-                return x if mask is None else jnp.where(rows(mask, x.shape), x, 0.0)
-
+            unless_whole(c, place, clear(q_s, k_s), ())
             q16 = load(q_s.at[group])
             if c.l2norm:
                 for row, x in ((_QUERY, q16), (_KEY, load(k_s.at[group]))):
@@ -132,11 +183,13 @@ def kernel(c: Chunks):
             g = log_decay(c, load(g_s.at[group]).astype(F32), a, bias())
             if not c.bounded:
                 g = jnp.maximum(g, FLOOR)
-            within = blocks.cumsum(masked(g))
+            within = blocks.cumsum(unless_whole(c, place, live_only, g))
             exchange.store_decays(within, decays)
 
             # Values: dV, in the place of dU.
             plgpu.barrier_wait(value_b)
+            if c.packed:
+                unless_whole(c, place, clear(values_s), ())
             mine = values_s.at[groups + group]
             dv = tiles.product(part, (load(inverse_s.T), mine))
             u = load(u_s.at[group]).astype(F32)
@@ -144,7 +197,7 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             mine[...] = dv.astype(BF16)
             meet()
-            send(mine, values_box.at[groups + group], dv_r)
+            send(values_box.at[groups + group], dv_r)
 
             # Pairs: warpgroup 0 takes P and warpgroup 1 M.
             @pl.when(group < 2)
@@ -155,28 +208,26 @@ def kernel(c: Chunks):
                 rows_s.at[_OWN, group][...] = blocks.diagonal(blocks.own(x))
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=tiles.TILE)
                 j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=tiles.TILE)
-                keep = i > j
+                x = jnp.where(i > j, x, 0.0)
                 if c.packed:
-                    columns = jnp.abs(token_labels(COL))
-                    keep &= rows(jnp.abs(token_labels(ROW)), square) == cols(columns, square)
-                pairs_s.at[group][...] = jnp.where(keep, x, 0.0).astype(BF16)
+                    x = unless_whole(c, place, pairs_of_same_document, x)
+                pairs_s.at[group][...] = x.astype(BF16)
 
             # Keys and queries as their factors. Each use computes them anew: kept, they would not
             # fit the registers.
             q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
             k_scale = q_scale
             if c.l2norm:
-                q_scale, k_scale = (lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY))
-            if live is not None:
-                q_scale, k_scale = (jnp.where(live, x, 0.0) for x in (q_scale, k_scale))
+                scales = [lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY)]
+                q_scale, k_scale = unless_whole(c, place, live_values, scales)
             anew = lax.optimization_barrier
             decay = functools.partial(exchange.load_row, decays, n=WIDTH)
 
             def key():
-                return masked(load(k_s.at[group]).astype(F32)) * rows(k_scale, part)
+                return load(k_s.at[group]).astype(F32) * rows(k_scale, part)
 
             def unit_query():
-                return masked(anew(q16).astype(F32)) * rows(q_scale, part)
+                return anew(q16).astype(F32) * rows(q_scale, part)
 
             def seen():
                 return tiles.exp2_anew(within, 1.0, shift, sums)
@@ -193,18 +244,15 @@ def kernel(c: Chunks):
             key_tile[...] = (key() * seen()).astype(BF16)
             query_tile[...] = (unit_query() * c.scale * seen()).astype(BF16)
             column_tile[...] = (key() * to_end()).astype(BF16)
-            meet()
 
             own_pair = load(rows_s.at[_OWN, 0], ROW)
 
             def after():
                 return decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
 
-            entering = leaving = lambda x: x
             if c.packed:
-                same = jnp.abs(token_labels(ROW))
-                entering = functools.partial(masked, mask=same == place.entry)
-                leaving = functools.partial(masked, mask=same == place.exit)
+                unless_whole(c, place, of_same_document, ())
+            meet()
             plgpu.barrier_wait(state_b)
 
             def with_state(values, state):
@@ -217,7 +265,7 @@ def kernel(c: Chunks):
             def row_gradient(pairs, from_state):
                 """That of a row factor, from the state and then from earlier blocks: on its way
                 the sum decays as the state would."""
-                x = entering(from_state)
+                x = from_state
                 for block, scale in ((0, (0, 1, 1, 1)), (1, (0, 0, 2, 2)), (2, (0, 0, 0, 3))):
                     x = x * cols(decay(scale), part)
                     places = tuple((w, block) if w > block else None for w in range(4))
@@ -236,7 +284,7 @@ def kernel(c: Chunks):
 
             def outgoing():
                 """That of a column factor, from the state after the chunk."""
-                return leaving(with_state(u_s, dstates_s)) * cols(after(), part)
+                return with_state(u_s, dstates_s) * cols(after(), part)
 
             def from_columns(x, places, of):
                 for pairs, tile in ((delta_pairs, key_tile), (read_pairs, query_tile)):
@@ -297,7 +345,7 @@ def kernel(c: Chunks):
                 """From the gradient of a vector over its norm that of the vector: only what is at
                 right angles to it passes."""
                 if not c.l2norm:
-                    return masked(d)
+                    return unless_whole(c, place, live_only, d)
                 rows_s.at[row, group][...] = jnp.sum(unit() * d, axis=1)
                 meet()
                 return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
@@ -306,7 +354,7 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             key_tile[...] = dk.astype(BF16)
             plgpu.commit_smem()
-            send(key_tile, keys_box.at[group], dk_r)
+            send(keys_box.at[group], dk_r)
 
             # Queries.
             dq = row_gradient(read_pairs, with_state(values_s, states_s))
@@ -331,38 +379,37 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             query_tile[...] = dq.astype(BF16)
             plgpu.commit_smem()
-            send(query_tile, q_box.at[group], dq_r)
+            send(q_box.at[group], dq_r)
 
             # Log decays.
             leaves = load(column_tile).astype(F32) * outgoing()
             states = (states_s.at[group], dstates_s.at[group])
-            dlog = masked(of_log_decays(c, place, dlog, leaves, states, decays, sums))
+            dlog = of_log_decays(c, place, dlog, leaves, states, decays, sums)
             draw, da = gate_gradient(c, dlog, load(g_s.at[group]).astype(F32), a, bias())
-            draw = masked(draw)
+            draw, da = unless_whole(c, place, lambda x: jax.tree.map(live_only, x), (draw, da))
             tiles.warpgroup_barrier()
             exchange.store_column_sums(draw, sums)
             tiles.warpgroup_barrier()
             sums_r[place.out, place.chunk, 0, own] = exchange.total(sums)
             if da is not None:
                 tiles.warpgroup_barrier()
-                exchange.store_column_sums(masked(da), sums)
+                exchange.store_column_sums(da, sums)
                 tiles.warpgroup_barrier()
                 sums_r[place.out, place.chunk, 1, own] = exchange.total(sums)
             g_s.at[group][...] = draw.astype(BF16)
             plgpu.commit_smem()
-            send(g_s.at[group], g_box.at[group], dg_r)
+            send(g_box.at[group], dg_r)
 
             raw = load(rows_s.at[*_STRENGTH], ROW)
             dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
-            if live is not None:
-                dbeta = jnp.where(live, dbeta, 0.0)
-            dbeta_r[place.out, block] = dbeta
+            (dbeta_r[place.out, block],) = unless_whole(c, place, live_values, [dbeta])
+            if c.packed:
+                unless_whole(c, place, rest_of_rows, ())
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if c.packed:
-            pl.when(place.count >= 0)(chunk)
-        else:
-            chunk()
+            tiles.leave_if(place.count < 0)
+        chunk()
 
     token = jax.ShapeDtypeStruct((c.batch, c.held, c.value_heads, D), BF16)
     shape = (groups, CHUNK, WIDTH)

@@ -29,7 +29,7 @@ from jax import lax
 
 from . import blocks, exchange, inverse, tiles
 from .activate import FLOOR, SHIFT, log_decay, write_strength
-from .chunks import Chunks, Place, live_rows
+from .chunks import Chunks, Place, live_rows, unless_whole
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows
 
 SLAB = 32
@@ -48,10 +48,9 @@ def kernel(c: Chunks, with_inverse: bool):
     Args of the kernel:
       q, k `[B, T, H, K]`, v `[B, T, HV, V]`, gate `[B, T, HV, K]` bf16, as the caller holds them.
       beta `[B HV, NC 64]` f32, raw; a `[HV]` f32, exp(A_log); dt_bias `[HV, K]` f32.
-      tables `[B, 4, NC]` int32: a chunk's first token, its number of tokens (below 0: no chunk),
-        and the labels of the documents live before and after it; labels `[B, NC 64]` int32,
-        negative at padding. Beta and labels come by place and not by token: their copies have to
-        start at a multiple of 16 bytes.
+      tables `[B, 5, NC]` int32 (`regions.Tables.chunks`); labels `[B, NC 64]` int32, negative at
+        padding. Beta and labels come by place and not by token: their copies have to start at a
+        multiple of 16 bytes.
 
     Returns of the kernel: `[B HV, NC 64, K or V or 64]` bf16; decay `[B HV, NC, K]` f32.
     """
@@ -83,6 +82,48 @@ def kernel(c: Chunks, with_inverse: bool):
                 plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
+        def live(layout):
+            return live_rows(c, place, load(labels_s, layout) if c.packed else None, layout)
+
+        def live_only(x):
+            return jnp.where(rows(live(ROW), x.shape), x, 0.0)
+
+        def live_betas(betas):
+            return [jnp.where(live(x), y, 0.0) for x, y in zip((ROW, COL), betas, strict=True)]
+
+        def clear(*buffers):
+            """Zeros in the other rows of buffers, whatever stands there, NaN included."""
+
+            def mask(_):
+                for buffer in buffers:
+                    for i in range(buffer.shape[0]):
+                        buffer[i] = live_only(load(buffer.at[i]).astype(F32)).astype(BF16)
+                tiles.warpgroup_barrier()
+                return ()
+
+            return mask
+
+        def of_same_document(x):
+            """Kd, Qd, Kr and the decay, without rows of documents other than the one live before,
+            or after, the chunk."""
+            *entering, leaving, total = x
+            same = jnp.abs(load(labels_s, ROW))
+            entering = [jnp.where(rows(same == place.entry, tile), y, 0.0) for y in entering]
+            leaving = jnp.where(rows(same == place.exit, tile), leaving, 0.0)
+            return (*entering, leaving, jnp.where(place.entry == place.exit, total, 0.0))
+
+        def pairs_of_same_document(parts):
+            near, far = parts
+            label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
+            labels = [jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)]
+            own = label_rows == cols(tiles.by_warp(*labels), compact)
+            same = [label_rows == cols(x, compact) for x in labels[:3]]
+            near = tuple(jnp.where(own, x, 0.0) for x in near)
+            far = tuple(
+                tuple(jnp.where(s, x, 0.0) for s, x in zip(same, y, strict=True)) for y in far
+            )
+            return near, far
+
         def chunk():
             fetch(g_r, place.head, g_box, gate_b)
             fetch(k_r, place.key_head, k_box, qk_b)
@@ -96,13 +137,8 @@ def kernel(c: Chunks, with_inverse: bool):
             for i in range(2):
                 decays_s[i, 0] = tiles.zeros((SLAB,), COL) + 1.0
             plgpu.barrier_wait(qk_b)
-            labels = load(labels_s, ROW) if c.packed else None
-            live = live_rows(c, place, labels, ROW)
-
-            def masked(x, mask=live):
-                return x if mask is None else jnp.where(rows(mask, x.shape), x, 0.0)
-
-            q_scale, k_scale = norms(q_s, k_s, live)
+            unless_whole(c, place, clear(q_s, k_s), ())
+            q_scale, k_scale = norms(q_s, k_s)
             plgpu.barrier_wait(gate_b)
 
             def pairs(*accs):
@@ -113,11 +149,11 @@ def kernel(c: Chunks, with_inverse: bool):
                     g = log_decay(c, load(g_s.at[s]).astype(F32), a, dt)
                     if not c.bounded:
                         g = jnp.maximum(g, FLOOR)
-                    within = blocks.cumsum(masked(g))
+                    within = blocks.cumsum(unless_whole(c, place, live_only, g))
                     table = decays_s.at[lax.rem(s, 2)]
                     exchange.store_decays(within, table)
-                    k = masked(load(k_s.at[s]).astype(F32))
-                    q = masked(load(q_s.at[s]).astype(F32)) * rows(q_scale, tile)
+                    k = load(k_s.at[s]).astype(F32)
+                    q = load(q_s.at[s]).astype(F32) * rows(q_scale, tile)
                     if c.l2norm:
                         k = k * rows(k_scale, tile)
                     tiles.warpgroup_barrier()
@@ -150,24 +186,24 @@ def kernel(c: Chunks, with_inverse: bool):
                             near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
                         near_l, near_p = tuple(near_l), tuple(near_p)
 
-                    # Rows of documents other than the one live before, or after, the chunk.
-                    entering = leaving = lambda x: x
-                    if c.packed:
-                        same = jnp.abs(load(labels_s, ROW))
-                        entering = functools.partial(masked, mask=same == place.entry)
-                        leaving = functools.partial(masked, mask=same == place.exit)
                     to_start = cols(before * 2.0**-shift, tile)
-                    kd_s[:, channels] = entering(k_seen * -to_start).astype(BF16)
-                    q_s.at[s][...] = entering(q_seen * to_start).astype(BF16)
-                    k_s.at[s][...] = leaving(k_end * cols(after, tile)).astype(BF16)
+                    # In warp 0 nothing lies before: its block and those after it are the chunk.
+                    of_state = (
+                        k_seen * -to_start,
+                        q_seen * to_start,
+                        k_end * cols(after, tile),
+                        own * after,
+                    )
+                    if c.packed:
+                        of_state = unless_whole(c, place, of_same_document, of_state)
+                    kd, qd, kr, total = of_state
+                    kd_s[:, channels] = kd.astype(BF16)
+                    q_s.at[s][...] = qd.astype(BF16)
+                    k_s.at[s][...] = kr.astype(BF16)
                     c_s[:, channels] = k_end.astype(BF16)
                     far = [cols(x, tile) for x in (from_0, from_1)]
                     k_far = [*((k_seen * f).astype(BF16) for f in far), k_near]
                     q_far = [*((q_seen * f).astype(BF16) for f in far), q_near]
-                    # In warp 0 nothing lies before: its block and those after it are the chunk.
-                    total = own * after
-                    if c.packed:
-                        total = jnp.where(place.entry == place.exit, total, 0.0)
                     exchange.store_first_warp(total, d_r.at[place.out, place.chunk, channels])
                     plgpu.commit_smem()
                     for i in range(3):
@@ -197,16 +233,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 near_p = jnp.where(r == j, rows(load(own_s, ROW), compact), near_p)
             far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in (far[:3], far[3:]))
             if c.packed:
-                label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
-                own_labels = [
-                    jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)
-                ]
-                same = [label_rows == cols(x, compact) for x in own_labels]
-                far_l = tuple(jnp.where(s, x, 0.0) for s, x in zip(same, far_l, strict=False))
-                far_p = tuple(jnp.where(s, x, 0.0) for s, x in zip(same, far_p, strict=False))
-                own = cols(tiles.by_warp(*own_labels), compact)
-                near_l = jnp.where(label_rows == own, near_l, 0.0)
-                near_p = jnp.where(label_rows == own, near_p, 0.0)
+                parts = ((near_l, near_p), (far_l, far_p))
+                parts = unless_whole(c, place, pairs_of_same_document, parts)
+                (near_l, near_p), (far_l, far_p) = parts
 
             nothing = tiles.zeros(compact)
             read = jnp.concatenate(
@@ -222,12 +251,8 @@ def kernel(c: Chunks, with_inverse: bool):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(p_s, p_r.at[place.out, block])
 
-            beta = write_strength(c, load(beta_s, ROW), ROW)
-            beta_cols = write_strength(c, load(beta_s, COL), COL)
-            if live is not None:
-                labels_cols = load(labels_s, COL) if c.packed else None
-                beta = jnp.where(live, beta, 0.0)
-                beta_cols = jnp.where(live_rows(c, place, labels_cols, COL), beta_cols, 0.0)
+            betas = [write_strength(c, load(beta_s, x), x) for x in (ROW, COL)]
+            beta, beta_cols = unless_whole(c, place, live_betas, betas)
             strength = rows(beta, compact)
             A = inverse.of_chunk(
                 near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s
@@ -237,8 +262,7 @@ def kernel(c: Chunks, with_inverse: bool):
                 a_s[...] = A
             plgpu.barrier_wait(v_b)
             if c.packed:
-                for i in range(V // CHUNK):
-                    v_s[i] = masked(load(v_s.at[i]).astype(F32)).astype(BF16)
+                unless_whole(c, place, clear(v_s), ())
             if with_inverse or c.packed:
                 plgpu.commit_smem()
             if with_inverse:
@@ -261,7 +285,7 @@ def kernel(c: Chunks, with_inverse: bool):
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def norms(q_s, k_s, live):
+        def norms(q_s, k_s):
             """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
             left in a buffer.
 
@@ -281,20 +305,16 @@ def kernel(c: Chunks, with_inverse: bool):
             if c.l2norm:
                 q_scale = q_scale * lax.rsqrt(sums[0] + 1e-6)
                 k_scale = lax.rsqrt(sums[1] + 1e-6)
-                if live is not None:
-                    # Whatever stands at padding, NaN included.
-                    q_scale, k_scale = (jnp.where(live, x, 0.0) for x in (q_scale, k_scale))
             if not c.bounded:
                 own = sums[2] * q_scale
                 if c.l2norm:
                     own = own * k_scale
-                own_s[...] = own if live is None else jnp.where(live, own, 0.0)
+                own_s[...] = own
             return q_scale, k_scale
 
         if c.packed:
-            pl.when(place.count >= 0)(chunk)
-        else:
-            chunk()
+            tiles.leave_if(place.count < 0)
+        chunk()
 
     def shape(width, dtype=BF16):
         return jax.ShapeDtypeStruct((c.rows, c.length, width), dtype)

@@ -20,10 +20,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .registers import (
+    as_bits,
     constant,
     equal,
     paired,
     parts_of,
+    registers_of,
     shaped_like,
     swizzled_at,
     warp_id,
@@ -214,9 +216,43 @@ def warpgroup_barrier() -> None:
     body()
 
 
+def leave_if(condition) -> None:
+    """Ends the program, all of whose threads agree. A guard around what follows would have ptxas
+    hold on to more in its registers."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def body(ctx, condition):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [condition.registers.flat[0]],
+            "@$0 exit;",
+            "b",
+            has_side_effects=True,
+        )
+
+    body(condition)
+
+
 def buffer(width: int):
     """A buffer `[64, width]` of bf16, swizzled by its rows."""
     return plgpu.RefType(transforms(width, 2 * width))
+
+
+def keep_columns(x, keeps):
+    """x, a TILE of bf16, with zeros in columns whose `keeps`, a COL of int16, has no bit set."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, COL), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE)
+    )
+    def body(ctx, x, keeps):
+        def kept(register, mask):
+            return mgpu.bitcast(arith.andi(as_bits(register), as_bits(mask)), register.type)
+
+        masks = keeps.registers.flat
+        out = [[kept(r, m) for r in pair] for pair, m in zip(registers_of(x), masks, strict=True)]
+        return shaped_like(x, out)
+
+    return body(x, keeps)
 
 
 def copy_out(buffer, box, target, count=None) -> None:
