@@ -367,6 +367,7 @@ TILES = {
     "leave_if": _leave_if,
     "keep_columns": lambda x, keeps: jnp.where(keeps[:1] != 0, x, 0),
     "load": _load,
+    "wide": lambda x: x.astype(jnp.float32),
     "cols": lambda x, shape: jnp.broadcast_to(jnp.repeat(x, 16, axis=0), shape),
     "rows": lambda x, shape: jnp.broadcast_to(x[:, None], shape),
 }
@@ -415,7 +416,7 @@ def interpreted():
                 patch.setattr(module, name, word)
         tools = (tiles, blocks, exchange, activate, chunks, inverse, decays)
         for module in (*tools, prepare, scan, pieces, reverse, gradients):
-            for name in ("load", "cols", "rows", "read", "exp2"):
+            for name in ("load", "wide", "cols", "rows", "read", "exp2"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])
             for name, known, words in (("plgpu", plgpu, PLGPU), ("lax", lax, LAX), ("pl", pl, PL)):

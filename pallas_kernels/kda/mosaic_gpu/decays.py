@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from . import blocks, exchange, tiles
 from .chunks import Chunks, Place
-from .tiles import CHUNK, F32, cols, load
+from .tiles import CHUNK, F32, cols, load, wide
 
 
 def of_log_decays(c: Chunks, place: Place, pairs, leaves, states, decays, sums):
@@ -35,7 +35,7 @@ def of_log_decays(c: Chunks, place: Place, pairs, leaves, states, decays, sums):
     rest = told((0, 1, 1, 1)) + told((0, 0, 2, 2)) + told((0, 0, 0, 3))
     state = tiles.zeros(pairs.shape)
     for j in range(c.key_width // CHUNK):
-        before, after = (load(x.at[pl.ds(j * CHUNK, CHUNK)]).astype(F32) for x in states)
+        before, after = (wide(load(x.at[pl.ds(j * CHUNK, CHUNK)])) for x in states)
         state = state + before * after
     tiles.warpgroup_barrier()
     exchange.store_column_sums(state, sums)

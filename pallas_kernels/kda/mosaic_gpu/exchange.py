@@ -121,7 +121,7 @@ def total(ref):
 
 
 def store_first_warp(x, ref) -> None:
-    """A COL as warp 0 has it to a plain f32 `[n]` in global memory."""
+    """A COL as warp 0 has it to a plain f32 `[n]`."""
 
     @plgpu.inline_mgpu(arg_types=(COL, plgpu.RefType()))
     def body(ctx, x, ref):

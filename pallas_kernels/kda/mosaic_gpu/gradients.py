@@ -28,7 +28,7 @@ from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
 from .chunks import Chunks, Place, live_rows, unless_whole
 from .decays import of_log_decays
-from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows
+from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows, wide
 
 WIDTH = 32
 # Rows of the exchange between warpgroups, and of beta and the labels.
@@ -58,7 +58,7 @@ def kernel(c: Chunks):
         dq_r, dk_r, dv_r, dg_r, dbeta_r, sums_r = refs[14:20]
         (q_s, q_box), (k_s, k_box), (g_s, g_box), (values_s, values_box) = refs[20:24]
         (keys_s, keys_box), u_s, columns_s, states_s, dstates_s = refs[24:29]
-        (pairs_s, inverse_s), tables_s, rows_s, raw_b, value_b, state_b, met_b = refs[29:]
+        (pairs_s, inverse_s), tables_s, rows_s, dt_s, raw_b, value_b, state_b, met_b = refs[29:]
         group = lax.axis_index("group")
         place = Place(c, lax.axis_index("chunk"), tables_r)
         tokens = pl.ds(place.first, CHUNK)
@@ -98,6 +98,8 @@ def kernel(c: Chunks):
             @pl.when(group == 0)
             def _():
                 copy(beta_r.at[place.out, block], rows_s.at[*_STRENGTH], raw_b)
+                if c.has_dt_bias:
+                    copy(dt_r.at[place.head], dt_s, raw_b)
                 if c.packed:
                     copy(labels_r.at[place.row, block], rows_s.at[*_LABEL], raw_b)
                 copy(inverse_r.at[place.out, block], inverse_s, value_b)
@@ -131,7 +133,7 @@ def kernel(c: Chunks):
 
             def mask(_):
                 for buffer in buffers:
-                    x = load(buffer.at[group]).astype(F32)
+                    x = wide(load(buffer.at[group]))
                     buffer.at[group][...] = live_only(x).astype(BF16)
                 tiles.warpgroup_barrier()
                 return ()
@@ -154,7 +156,7 @@ def kernel(c: Chunks):
                 (values_s.at[groups + group], place.entry),
                 (u_s.at[group], place.exit),
             ):
-                x = load(buffer).astype(F32)
+                x = wide(load(buffer))
                 buffer[...] = jnp.where(rows(labels == label, part), x, 0.0).astype(BF16)
             return ()
 
@@ -168,7 +170,7 @@ def kernel(c: Chunks):
             a = a_r[place.head]
 
             def bias():
-                return load(dt_r.at[place.head, own], COL) if c.has_dt_bias else None
+                return load(dt_s.at[own], COL) if c.has_dt_bias else None
 
             decays, sums = (tables_s.at[group, i] for i in range(2))
             decays[0] = tiles.zeros((WIDTH,), COL) + 1.0
@@ -180,7 +182,7 @@ def kernel(c: Chunks):
                 for row, x in ((_QUERY, q16), (_KEY, load(k_s.at[group]))):
                     squares = blocks.pairs(tiles.zeros(compact), x, x)
                     rows_s.at[row, group][...] = blocks.diagonal(squares)
-            g = log_decay(c, load(g_s.at[group]).astype(F32), a, bias())
+            g = log_decay(c, wide(load(g_s.at[group])), a, bias())
             if not c.bounded:
                 g = jnp.maximum(g, FLOOR)
             within = blocks.cumsum(unless_whole(c, place, live_only, g))
@@ -192,7 +194,7 @@ def kernel(c: Chunks):
                 unless_whole(c, place, clear(values_s), ())
             mine = values_s.at[groups + group]
             dv = tiles.product(part, (load(inverse_s.T), mine))
-            u = load(u_s.at[group]).astype(F32)
+            u = wide(load(u_s.at[group]))
             rows_s.at[_BETA, group][...] = jnp.sum(dv * u, axis=1)
             tiles.warpgroup_barrier()
             mine[...] = dv.astype(BF16)
@@ -224,10 +226,10 @@ def kernel(c: Chunks):
             decay = functools.partial(exchange.load_row, decays, n=WIDTH)
 
             def key():
-                return load(k_s.at[group]).astype(F32) * rows(k_scale, part)
+                return wide(load(k_s.at[group])) * rows(k_scale, part)
 
             def unit_query():
-                return anew(q16).astype(F32) * rows(q_scale, part)
+                return wide(anew(q16)) * rows(q_scale, part)
 
             def seen():
                 return tiles.exp2_anew(within, 1.0, shift, sums)
@@ -244,15 +246,15 @@ def kernel(c: Chunks):
             key_tile[...] = (key() * seen()).astype(BF16)
             query_tile[...] = (unit_query() * c.scale * seen()).astype(BF16)
             column_tile[...] = (key() * to_end()).astype(BF16)
+            if c.packed:
+                unless_whole(c, place, of_same_document, ())
+            meet()
 
             own_pair = load(rows_s.at[_OWN, 0], ROW)
 
             def after():
                 return decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
 
-            if c.packed:
-                unless_whole(c, place, of_same_document, ())
-            meet()
             plgpu.barrier_wait(state_b)
 
             def with_state(values, state):
@@ -306,7 +308,7 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
-            dlog = jnp.maximum(load(key_tile).astype(F32) * dk, -3e38)
+            dlog = jnp.maximum(wide(load(key_tile)) * dk, -3e38)
             dk = dk * seen() + rows(own_pair, part) * unit_query() * c.scale
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
@@ -315,13 +317,13 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             x = column_gradient()
             tiles.warpgroup_barrier()
-            dlog = dlog - load(column_tile).astype(F32) * x
+            dlog = dlog - wide(load(column_tile)) * x
             dk = dk + x * to_end()
             tiles.warpgroup_barrier()
             if c.bounded:
                 x = from_columns(tiles.zeros(part), tuple((w, w) for w in range(4)), (0, 1, 2, 3))
                 tiles.warpgroup_barrier()
-                dlog = dlog - (key() * back()).astype(BF16).astype(F32) * x
+                dlog = dlog - wide((key() * back()).astype(BF16)) * x
                 dk = dk + x * back()
             else:
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
@@ -332,12 +334,12 @@ def kernel(c: Chunks):
                     x16 = (key() * e).astype(BF16)
                     joined = blocks.of_level(near_delta, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
-                    dlog = dlog + x16.astype(F32) * x
+                    dlog = dlog + wide(x16) * x
                     dk = dk + x * e
                     x = blocks.times(tiles.zeros(part), joined, x16, True)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
                     x = blocks.times(x, blocks.of_level(near_read, level), y16, True)
-                    return dk + x * e, dlog - x16.astype(F32) * x
+                    return dk + x * e, dlog - wide(x16) * x
 
                 dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
 
@@ -360,7 +362,7 @@ def kernel(c: Chunks):
             dq = row_gradient(read_pairs, with_state(values_s, states_s))
             if c.bounded:
                 dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
-            dlog = dlog + load(query_tile).astype(F32) * dq
+            dlog = dlog + wide(load(query_tile)) * dq
             dq = dq * seen() + rows(own_pair, part) * key()
             if not c.bounded:
                 near_read = near(read_pairs)
@@ -372,7 +374,7 @@ def kernel(c: Chunks):
                     joined = blocks.of_level(near_read, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
-                    return dq + x * e, dlog + y16.astype(F32) * x
+                    return dq + x * e, dlog + wide(y16) * x
 
                 dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
             dq = finish(_QUERY, dq * c.scale, unit_query, q_scale)
@@ -382,10 +384,10 @@ def kernel(c: Chunks):
             send(q_box.at[group], dq_r)
 
             # Log decays.
-            leaves = load(column_tile).astype(F32) * outgoing()
+            leaves = wide(load(column_tile)) * outgoing()
             states = (states_s.at[group], dstates_s.at[group])
             dlog = of_log_decays(c, place, dlog, leaves, states, decays, sums)
-            draw, da = gate_gradient(c, dlog, load(g_s.at[group]).astype(F32), a, bias())
+            draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
             draw, da = unless_whole(c, place, lambda x: jax.tree.map(live_only, x), (draw, da))
             tiles.warpgroup_barrier()
             exchange.store_column_sums(draw, sums)
@@ -437,7 +439,8 @@ def kernel(c: Chunks):
             plgpu.RefUnion(tiles.swizzled((2, CHUNK, CHUNK)), tiles.swizzled((CHUNK, CHUNK))),
             plgpu.SMEM((groups, 2, exchange.END_ROWS, WIDTH), F32),
             plgpu.SMEM((4, 4, CHUNK), F32),
-            plgpu.Barrier(num_arrivals=3 * groups + 1 + c.packed),
+            plgpu.SMEM((D,), F32),
+            plgpu.Barrier(num_arrivals=3 * groups + 1 + c.has_dt_bias + c.packed),
             plgpu.Barrier(num_arrivals=3 * groups + 1),
             plgpu.Barrier(num_arrivals=2 * groups),
             plgpu.Barrier(num_arrivals=groups),

@@ -30,7 +30,7 @@ from jax import lax
 from . import blocks, exchange, inverse, tiles
 from .activate import FLOOR, SHIFT, log_decay, write_strength
 from .chunks import Chunks, Place, live_rows, unless_whole
-from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows
+from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows, wide
 
 SLAB = 32
 # Halves of 2^level tokens, and the sum that their pairs go to: those of 2 and 1 are masked.
@@ -65,7 +65,8 @@ def kernel(c: Chunks, with_inverse: bool):
         w_r, kr_r, qd_r, u0_r, p_r, d_r = outs[:6]
         (q_s, q_box), (k_s, k_box), (v_s, v_box), (g_s, g_box, (p_s, a_s)) = refs[:4]
         c_s, kd_s, x16_s, x32_s, y32_s = refs[4:9]
-        decays_s, beta_s, own_s, labels_s, gate_b, qk_b, v_b = refs[9:]
+        decays_s, channels_s, beta_s, own_s, labels_s, gate_b, qk_b, v_b = refs[9:]
+        dt_s, decay_s = (channels_s.at[i] for i in range(2))
         place = Place(c, lax.axis_index("chunk"), tables_r)
         tokens = pl.ds(place.first, CHUNK)
         block = pl.ds(place.chunk * CHUNK, CHUNK)
@@ -97,7 +98,7 @@ def kernel(c: Chunks, with_inverse: bool):
             def mask(_):
                 for buffer in buffers:
                     for i in range(buffer.shape[0]):
-                        buffer[i] = live_only(load(buffer.at[i]).astype(F32)).astype(BF16)
+                        buffer[i] = live_only(wide(load(buffer.at[i]))).astype(BF16)
                 tiles.warpgroup_barrier()
                 return ()
 
@@ -126,6 +127,8 @@ def kernel(c: Chunks, with_inverse: bool):
 
         def chunk():
             fetch(g_r, place.head, g_box, gate_b)
+            if c.has_dt_bias:
+                plgpu.copy_gmem_to_smem(dt_r.at[place.head], dt_s, gate_b)
             fetch(k_r, place.key_head, k_box, qk_b)
             fetch(q_r, place.key_head, q_box, qk_b)
             fetch(v_r, place.head, v_box, v_b)
@@ -145,15 +148,15 @@ def kernel(c: Chunks, with_inverse: bool):
                 def step(s, carry):
                     near_l, near_p = carry
                     channels = slab(s)
-                    dt = load(dt_r.at[place.head, channels], COL) if c.has_dt_bias else None
-                    g = log_decay(c, load(g_s.at[s]).astype(F32), a, dt)
+                    dt = load(dt_s.at[channels], COL) if c.has_dt_bias else None
+                    g = log_decay(c, wide(load(g_s.at[s])), a, dt)
                     if not c.bounded:
                         g = jnp.maximum(g, FLOOR)
                     within = blocks.cumsum(unless_whole(c, place, live_only, g))
                     table = decays_s.at[lax.rem(s, 2)]
                     exchange.store_decays(within, table)
-                    k = load(k_s.at[s]).astype(F32)
-                    q = load(q_s.at[s]).astype(F32) * rows(q_scale, tile)
+                    k = wide(load(k_s.at[s]))
+                    q = wide(load(q_s.at[s])) * rows(q_scale, tile)
                     if c.l2norm:
                         k = k * rows(k_scale, tile)
                     tiles.warpgroup_barrier()
@@ -204,7 +207,7 @@ def kernel(c: Chunks, with_inverse: bool):
                     far = [cols(x, tile) for x in (from_0, from_1)]
                     k_far = [*((k_seen * f).astype(BF16) for f in far), k_near]
                     q_far = [*((q_seen * f).astype(BF16) for f in far), q_near]
-                    exchange.store_first_warp(total, d_r.at[place.out, place.chunk, channels])
+                    exchange.store_first_warp(total, decay_s.at[channels])
                     plgpu.commit_smem()
                     for i in range(3):
                         columns = c_s.at[pl.ds(i * BLOCK, BLOCK), channels].T
@@ -220,6 +223,7 @@ def kernel(c: Chunks, with_inverse: bool):
             near_l, near_p, far = pl.run_scoped(pairs, *(plgpu.ACC(compact, F32) for _ in range(6)))
             send(k_s, kr_r)
             send(q_s, qd_r)
+            plgpu.copy_smem_to_gmem(decay_s, d_r.at[place.out, place.chunk])
 
             r = jnp.bitwise_and(
                 plgpu.broadcasted_iota(jnp.int32, compact, 0, layout=tiles.TILE), 15
@@ -321,7 +325,7 @@ def kernel(c: Chunks, with_inverse: bool):
 
     decay = jax.ShapeDtypeStruct((c.rows, c.chunks, K), F32)
     outs = [shape(K), shape(K), shape(K), shape(V), shape(CHUNK), decay]
-    wide = functools.partial(tiles.swizzled, swizzle=2 * SLAB)
+    by_slabs = functools.partial(tiles.swizzled, swizzle=2 * SLAB)
     square = tiles.swizzled((CHUNK, CHUNK))
     return plgpu.kernel(
         body,
@@ -333,16 +337,17 @@ def kernel(c: Chunks, with_inverse: bool):
             tiles.by_token((slabs, CHUNK, SLAB)),
             tiles.by_token((V // CHUNK, CHUNK, CHUNK)),
             tiles.by_token((slabs, CHUNK, SLAB), (square, square)),
-            wide((CHUNK, K)),
-            wide((CHUNK, K)),
+            by_slabs((CHUNK, K)),
+            by_slabs((CHUNK, K)),
             tiles.swizzled((CHUNK, BLOCK), F16, 2 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
             plgpu.SMEM((2, exchange.END_ROWS, SLAB), F32),
+            plgpu.SMEM((2, K), F32),
             plgpu.SMEM((CHUNK,), F32),
             plgpu.SMEM((CHUNK,), F32),
             plgpu.SMEM((CHUNK,), jnp.int32),
-            plgpu.Barrier(num_arrivals=slabs),
+            plgpu.Barrier(num_arrivals=slabs + c.has_dt_bias),
             plgpu.Barrier(num_arrivals=2 * slabs + 1 + c.packed),
             plgpu.Barrier(num_arrivals=V // CHUNK),
         ),
