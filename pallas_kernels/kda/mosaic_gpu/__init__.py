@@ -167,7 +167,9 @@ def _forward_kernels(c, options, shared, rows):
     every chunk, U and the maps of pieces."""
     return_final, save = options
     _, initial, tables = rows
-    w, kr, qd, u0, p, decay, *inverse = prepare.kernel(c, save)(*_operands(c, shared, rows))
+    used = jnp.max(tables.used, keepdims=True)
+    prepared = prepare.kernel(c, save)(*_operands(c, shared, rows), used)
+    w, kr, qd, u0, p, decay, *inverse = prepared
     maps = None
     if c.pieces > 1:
         initial, maps = pieces.states_before(c, (w, kr, u0, decay), initial, tables.spans)

@@ -63,8 +63,8 @@ class Place:
     def __init__(self, c: Chunks, index, tables):
         self.head = lax.rem(index, c.value_heads)
         rest = lax.div(index, c.value_heads)
-        self.chunk = lax.rem(rest, c.chunks)
-        self.row = lax.div(rest, c.chunks)
+        self.row = lax.rem(rest, c.batch)
+        self.chunk = lax.div(rest, c.batch)
         self.out = self.row * c.value_heads + self.head
         self.key_head = lax.div(self.head, c.value_heads // c.heads)
         if c.packed:

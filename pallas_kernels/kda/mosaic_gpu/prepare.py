@@ -33,6 +33,8 @@ from .chunks import Chunks, Place, live_rows, unless_whole
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows, wide
 
 SLAB = 32
+# Two to each multiprocessor of a Hopper card.
+PROGRAMS = 264
 # Halves of 2^level tokens, and the sum that their pairs go to: those of 2 and 1 are masked.
 HALVES = ((3, 0), (2, 0), (1, 1), (0, 2))
 
@@ -42,14 +44,14 @@ def slab(s):
 
 
 def kernel(c: Chunks, with_inverse: bool):
-    """The kernel: (q, k, v, gate, beta, a, dt_bias, tables, labels) to (-W, Kr, Qd, U0, P, decay)
-    and, with `with_inverse`, A beta.
+    """The kernel: (q, k, v, gate, beta, a, dt_bias, tables, labels, used) to (-W, Kr, Qd, U0, P,
+    decay) and, with `with_inverse`, A beta.
 
     Args of the kernel:
       q, k `[B, T, H, K]`, v `[B, T, HV, V]`, gate `[B, T, HV, K]` bf16, as the caller holds them.
       beta `[B HV, NC 64]` f32, raw; a `[HV]` f32, exp(A_log); dt_bias `[HV, K]` f32.
       tables `[B, 5, NC]` int32 (`regions.Tables.chunks`); labels `[B, NC 64]` int32, negative at
-        padding. Beta and labels come by place and not by token: their copies have to start at a
+        padding; used `[1]`: chunks that any row has. Beta and labels come by place and not by token: their copies have to start at a
         multiple of 16 bytes.
 
     Returns of the kernel: `[B HV, NC 64, K or V or 64]` bf16; decay `[B HV, NC, K]` f32.
@@ -59,89 +61,143 @@ def kernel(c: Chunks, with_inverse: bool):
     shift = SHIFT if c.bounded else 0.0
     tile = (CHUNK, SLAB)
     compact = (CHUNK, BLOCK)
+    programs = min(PROGRAMS, c.rows * c.chunks)
 
-    def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, *refs):
+    def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, used_r, *refs):
         outs, refs = refs[: 6 + with_inverse], refs[6 + with_inverse :]
         w_r, kr_r, qd_r, u0_r, p_r, d_r = outs[:6]
-        (q_s, q_box), (k_s, k_box), (v_s, v_box), (g_s, g_box, (p_s, a_s)) = refs[:4]
-        c_s, kd_s, x16_s, x32_s, y32_s = refs[4:9]
-        decays_s, channels_s, beta_s, own_s, labels_s, gate_b, qk_b, v_b = refs[9:]
+        (q_s, q_box), (k_s, k_box), (v_s, v_box), (g_s, g_box), (c_s, (p_s, a_s)) = refs[:5]
+        kd_s, x16_s, x32_s, y32_s = refs[5:9]
+        decays_s, channels_s, betas_s, own_s, every_labels_s, gate_b, qk_b, v_b = refs[9:]
         dt_s, decay_s = (channels_s.at[i] for i in range(2))
-        place = Place(c, lax.axis_index("chunk"), tables_r)
-        tokens = pl.ds(place.first, CHUNK)
-        block = pl.ds(place.chunk * CHUNK, CHUNK)
+        program = lax.axis_index("program")
+        items = c.rows * (used_r[0] if c.packed else c.chunks)
 
-        def fetch(array, head, box, barrier):
+        def item(turn):
+            return program + turn * programs
+
+        def fetch(array, place, head, box, barrier):
+            tokens = pl.ds(place.first, CHUNK)
             for i in range(box.shape[0]):
                 part = pl.ds(i * box.shape[2], box.shape[2])
                 plgpu.copy_gmem_to_smem(array.at[place.row, tokens, head, part], box.at[i], barrier)
 
-        def send(buffer, array):
+        def fetch_gate(place):
+            fetch(g_r, place, place.head, g_box, gate_b)
+            if c.has_dt_bias:
+                plgpu.copy_gmem_to_smem(dt_r.at[place.head], dt_s, gate_b)
+
+        def fetch_keys(place, slot):
+            fetch(k_r, place, place.key_head, k_box, qk_b)
+            fetch(q_r, place, place.key_head, q_box, qk_b)
+            block = pl.ds(place.chunk * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], betas_s.at[slot], qk_b)
+            if c.packed:
+                plgpu.copy_gmem_to_smem(
+                    labels_r.at[place.row, block], every_labels_s.at[slot], qk_b
+                )
+
+        def send(buffer, array, place):
+            block = pl.ds(place.chunk * CHUNK, CHUNK)
             for i in range(buffer.shape[0]):
                 part = pl.ds(i * buffer.shape[2], buffer.shape[2])
                 target = array.at[place.out, block, part]
                 plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
-        def live(layout):
-            return live_rows(c, place, load(labels_s, layout) if c.packed else None, layout)
+        def norms():
+            """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
+            left in a buffer.
 
-        def live_only(x):
-            return jnp.where(rows(live(ROW), x.shape), x, 0.0)
+            They come from products of a block with itself: of exact terms, summed in float32."""
+            q_scale = plgpu.layout_cast(jnp.full((CHUNK,), c.scale, F32), ROW)
+            if c.bounded and not c.l2norm:
+                return q_scale, None
 
-        def live_betas(betas):
-            return [jnp.where(live(x), y, 0.0) for x, y in zip((ROW, COL), betas, strict=True)]
+            def step(s, sums):
+                q, k = (load(ref.at[s]) for ref in (q_s, k_s))
+                operands = ((q, q), (k, k), (q, k))
+                return tuple(blocks.pairs(x, *y) for x, y in zip(sums, operands, strict=False))
 
-        def clear(*buffers):
-            """Zeros in the other rows of buffers, whatever stands there, NaN included."""
+            blank = (tiles.zeros(compact),) * (2 if c.bounded else 3)
+            sums = [blocks.diagonal(x) for x in lax.fori_loop(0, slabs, step, blank)]
+            k_scale = None
+            if c.l2norm:
+                q_scale = q_scale * lax.rsqrt(sums[0] + 1e-6)
+                k_scale = lax.rsqrt(sums[1] + 1e-6)
+            if not c.bounded:
+                own = sums[2] * q_scale
+                if c.l2norm:
+                    own = own * k_scale
+                own_s[...] = own
+            return q_scale, k_scale
 
-            def mask(_):
-                for buffer in buffers:
-                    for i in range(buffer.shape[0]):
-                        buffer[i] = live_only(wide(load(buffer.at[i]))).astype(BF16)
-                tiles.warpgroup_barrier()
-                return ()
+        def chunk(turn, _):
+            """One of this program's chunks; what the next one needs is fetched as soon as its
+            buffers are free."""
+            place = Place(c, item(turn), tables_r)
+            block = pl.ds(place.chunk * CHUNK, CHUNK)
+            slot = jnp.bitwise_and(turn, 1)
+            beta_s, labels_s = betas_s.at[slot], every_labels_s.at[slot]
 
-            return mask
+            def before_next(fetch):
+                following = item(turn + 1)
+                pl.when(following < items)(lambda: fetch(Place(c, following, tables_r)))
 
-        def of_same_document(x):
-            """Kd, Qd, Kr and the decay, without rows of documents other than the one live before,
-            or after, the chunk."""
-            *entering, leaving, total = x
-            same = jnp.abs(load(labels_s, ROW))
-            entering = [jnp.where(rows(same == place.entry, tile), y, 0.0) for y in entering]
-            leaving = jnp.where(rows(same == place.exit, tile), leaving, 0.0)
-            return (*entering, leaving, jnp.where(place.entry == place.exit, total, 0.0))
+            def live(layout):
+                return live_rows(c, place, load(labels_s, layout) if c.packed else None, layout)
 
-        def pairs_of_same_document(parts):
-            near, far = parts
-            label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
-            labels = [jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)]
-            own = label_rows == cols(tiles.by_warp(*labels), compact)
-            same = [label_rows == cols(x, compact) for x in labels[:3]]
-            near = tuple(jnp.where(own, x, 0.0) for x in near)
-            far = tuple(
-                tuple(jnp.where(s, x, 0.0) for s, x in zip(same, y, strict=True)) for y in far
-            )
-            return near, far
+            def live_only(x):
+                return jnp.where(rows(live(ROW), x.shape), x, 0.0)
 
-        def chunk():
-            fetch(g_r, place.head, g_box, gate_b)
-            if c.has_dt_bias:
-                plgpu.copy_gmem_to_smem(dt_r.at[place.head], dt_s, gate_b)
-            fetch(k_r, place.key_head, k_box, qk_b)
-            fetch(q_r, place.key_head, q_box, qk_b)
-            fetch(v_r, place.head, v_box, v_b)
-            plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], beta_s, qk_b)
-            if c.packed:
-                plgpu.copy_gmem_to_smem(labels_r.at[place.row, block], labels_s, qk_b)
+            def live_betas(betas):
+                return [jnp.where(live(x), y, 0.0) for x, y in zip((ROW, COL), betas, strict=True)]
+
+            def clear(*buffers):
+                """Zeros in the other rows of buffers, whatever stands there, NaN included."""
+
+                def mask(_):
+                    for buffer in buffers:
+                        for i in range(buffer.shape[0]):
+                            buffer[i] = live_only(wide(load(buffer.at[i]))).astype(BF16)
+                    tiles.warpgroup_barrier()
+                    return ()
+
+                return mask
+
+            def of_same_document(x):
+                """Kd, Qd, Kr and the decay, without rows of documents other than the one live before,
+                or after, the chunk."""
+                *entering, leaving, total = x
+                same = jnp.abs(load(labels_s, ROW))
+                entering = [jnp.where(rows(same == place.entry, tile), y, 0.0) for y in entering]
+                leaving = jnp.where(rows(same == place.exit, tile), leaving, 0.0)
+                return (*entering, leaving, jnp.where(place.entry == place.exit, total, 0.0))
+
+            def pairs_of_same_document(parts):
+                near, far = parts
+                label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
+                labels = [
+                    jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)
+                ]
+                own = label_rows == cols(tiles.by_warp(*labels), compact)
+                same = [label_rows == cols(x, compact) for x in labels[:3]]
+                near = tuple(jnp.where(own, x, 0.0) for x in near)
+                far = tuple(
+                    tuple(jnp.where(s, x, 0.0) for s, x in zip(same, y, strict=True)) for y in far
+                )
+                return near, far
+
             a = a_r[place.head]
 
             for i in range(2):
                 decays_s[i, 0] = tiles.zeros((SLAB,), COL) + 1.0
             plgpu.barrier_wait(qk_b)
             unless_whole(c, place, clear(q_s, k_s), ())
-            q_scale, k_scale = norms(q_s, k_s)
+            q_scale, k_scale = norms()
+            # What the chunk before left in shared memory is on its way.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            fetch(v_r, place, place.head, v_box, v_b)
             plgpu.barrier_wait(gate_b)
 
             def pairs(*accs):
@@ -221,9 +277,11 @@ def kernel(c: Chunks, with_inverse: bool):
                 return near_l, near_p, tuple(tiles.read(x) for x in accs)
 
             near_l, near_p, far = pl.run_scoped(pairs, *(plgpu.ACC(compact, F32) for _ in range(6)))
-            send(k_s, kr_r)
-            send(q_s, qd_r)
+            tiles.warpgroup_barrier()
+            send(k_s, kr_r, place)
+            send(q_s, qd_r, place)
             plgpu.copy_smem_to_gmem(decay_s, d_r.at[place.out, place.chunk])
+            before_next(fetch_gate)
 
             r = jnp.bitwise_and(
                 plgpu.broadcasted_iota(jnp.int32, compact, 0, layout=tiles.TILE), 15
@@ -254,6 +312,8 @@ def kernel(c: Chunks, with_inverse: bool):
             p_s[...] = read.astype(BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(p_s, p_r.at[place.out, block])
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+            before_next(lambda place: fetch_keys(place, 1 - slot))
 
             betas = [write_strength(c, load(beta_s, x), x) for x in (ROW, COL)]
             beta, beta_cols = unless_whole(c, place, live_betas, betas)
@@ -276,49 +336,26 @@ def kernel(c: Chunks, with_inverse: bool):
                 plgpu.wgmma(w_acc, A, kd_s)
                 for i, u_acc in enumerate(u_accs):
                     plgpu.wgmma(u_acc, A, v_s.at[i])
-                c_s[...] = tiles.read(w_acc, len(u_accs)).astype(BF16)
+                w = tiles.read(w_acc, len(u_accs)).astype(BF16)
                 u = [tiles.read(u_acc).astype(BF16) for u_acc in u_accs]
+                tiles.warpgroup_barrier()
+                kd_s[...] = w
+                for n, part in enumerate(u):
+                    v_s[n] = part
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(c_s, w_r.at[place.out, block])
-                for i, part in enumerate(u):
-                    v_s[i] = part
-                plgpu.commit_smem()
-                send(v_s, u0_r)
+                plgpu.copy_smem_to_gmem(kd_s, w_r.at[place.out, block])
+                send(v_s, u0_r, place)
 
             u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return ()
 
-        def norms(q_s, k_s):
-            """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
-            left in a buffer.
-
-            They come from products of a block with itself: of exact terms, summed in float32."""
-            q_scale = plgpu.layout_cast(jnp.full((CHUNK,), c.scale, F32), ROW)
-            if c.bounded and not c.l2norm:
-                return q_scale, None
-
-            def step(s, sums):
-                q, k = (load(ref.at[s]) for ref in (q_s, k_s))
-                operands = ((q, q), (k, k), (q, k))
-                return tuple(blocks.pairs(x, *y) for x, y in zip(sums, operands, strict=False))
-
-            blank = (tiles.zeros(compact),) * (2 if c.bounded else 3)
-            sums = [blocks.diagonal(x) for x in lax.fori_loop(0, slabs, step, blank)]
-            k_scale = None
-            if c.l2norm:
-                q_scale = q_scale * lax.rsqrt(sums[0] + 1e-6)
-                k_scale = lax.rsqrt(sums[1] + 1e-6)
-            if not c.bounded:
-                own = sums[2] * q_scale
-                if c.l2norm:
-                    own = own * k_scale
-                own_s[...] = own
-            return q_scale, k_scale
-
-        if c.packed:
-            tiles.leave_if(place.count < 0)
-        chunk()
+        first = Place(c, item(0), tables_r)
+        fetch_gate(first)
+        fetch_keys(first, 0)
+        count = lax.div(items - program + programs - 1, jnp.int32(programs))
+        lax.fori_loop(0, count, chunk, ())
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def shape(width, dtype=BF16):
         return jax.ShapeDtypeStruct((c.rows, c.length, width), dtype)
@@ -330,23 +367,23 @@ def kernel(c: Chunks, with_inverse: bool):
     return plgpu.kernel(
         body,
         out_type=(*outs, *([shape(CHUNK)] * with_inverse)),
-        grid=(c.batch * c.chunks * c.value_heads,),
-        grid_names=("chunk",),
+        grid=(programs,),
+        grid_names=("program",),
         scratch_types=(
             tiles.by_token((slabs, CHUNK, SLAB)),
             tiles.by_token((slabs, CHUNK, SLAB)),
             tiles.by_token((V // CHUNK, CHUNK, CHUNK)),
-            tiles.by_token((slabs, CHUNK, SLAB), (square, square)),
-            by_slabs((CHUNK, K)),
+            tiles.by_token((slabs, CHUNK, SLAB)),
+            plgpu.RefUnion(by_slabs((CHUNK, K)), (square, square)),
             by_slabs((CHUNK, K)),
             tiles.swizzled((CHUNK, BLOCK), F16, 2 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
             plgpu.SMEM((2, exchange.END_ROWS, SLAB), F32),
             plgpu.SMEM((2, K), F32),
+            plgpu.SMEM((2, CHUNK), F32),
             plgpu.SMEM((CHUNK,), F32),
-            plgpu.SMEM((CHUNK,), F32),
-            plgpu.SMEM((CHUNK,), jnp.int32),
+            plgpu.SMEM((2, CHUNK), jnp.int32),
             plgpu.Barrier(num_arrivals=slabs + c.has_dt_bias),
             plgpu.Barrier(num_arrivals=2 * slabs + 1 + c.packed),
             plgpu.Barrier(num_arrivals=V // CHUNK),

@@ -22,7 +22,8 @@ class Tables(NamedTuple):
     live before and after, whether it is whole (`chunks.Place`); spans `[B, 4, R]`: a region's first chunk, number of chunks, first token,
     number of tokens; sources `[B, NC 64]`: the token at each place of the chunks, and places
     `[B, T]`: the place of each token; labels `[B, NC 64]`, negative at padding; keeps `[B, NC 64]`
-    int16, all bits set at a chunk's own, real tokens, and none at others."""
+    int16, all bits set at a chunk's own, real tokens, and none at others; used `[B]`: how many
+    chunks there are, the first ones."""
 
     chunks: jax.Array
     spans: jax.Array
@@ -30,6 +31,7 @@ class Tables(NamedTuple):
     places: jax.Array
     labels: jax.Array
     keeps: jax.Array
+    used: jax.Array
 
 
 def chunk_count(tokens: int, regions: int) -> int:
@@ -81,13 +83,15 @@ def tabulate(segment_ids: jax.Array, regions: int, chunks: int) -> Tables:
         jnp.arange(tokens) + jnp.take_along_axis(shift, region, axis=1),
         labels,
         keeps,
+        ends[:, -1].astype(jnp.int32),
     )
 
 
 def empty(c: Chunks) -> Tables:
     """Stand-ins where rows are not packed: nothing reads them."""
     none = jnp.zeros((c.batch, 5, 1), jnp.int32)
-    return Tables(none, none, *[none[:, :, 0]] * 3, none[:, :, 0].astype(jnp.int16))
+    few = none[:, :, 0]
+    return Tables(none, none, few, few, few, few.astype(jnp.int16), few[:, 0])
 
 
 def cut(c: Chunks, tables: Tables) -> Tables:
