@@ -289,11 +289,12 @@ def _suffix(x):
     return _tile(jnp.cumsum(_blocks(x)[:, ::-1], axis=1)[:, ::-1])
 
 
-def _cumsum(x, exclusive=False):
-    x = _blocks(x)
-    if exclusive:
-        x = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    return _tile(jnp.cumsum(x, axis=1))
+def _moved_down(x):
+    return _tile(jnp.pad(_blocks(x), ((0, 0), (1, 0), (0, 0)))[:, :-1])
+
+
+def _store_totals(tables, ref):
+    ref.write(tables.read()[:, 1:].sum(axis=1))
 
 
 def _halfway(x, level):
@@ -333,7 +334,8 @@ def _store(rows, ref):
 
 
 BLOCKS = {
-    "cumsum": _cumsum,
+    "cumsum": lambda x: _tile(jnp.cumsum(_blocks(x), axis=1)),
+    "moved_down": _moved_down,
     "suffix_sum": _suffix,
     "halfway": _halfway,
     "last_row": lambda x: x[15::16],
@@ -350,6 +352,8 @@ INVERSE = {
 EXCHANGE = {
     "store_decays": lambda x, ref: _store(jnp.exp2(x[15::16]), ref),
     "store_firsts": lambda x, ref: _store(x[::16], ref),
+    "store_lasts": lambda x, ref: _store(x[15::16], ref),
+    "store_totals": _store_totals,
     "store_column_sums": lambda x, ref: _store(_blocks(x).sum(axis=1), ref),
     "load_row": lambda ref, table, n: jnp.stack([ref[row] for row in table]),
     "store_first_warp": lambda x, ref: ref.write(x[0]),

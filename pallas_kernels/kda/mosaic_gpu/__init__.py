@@ -223,7 +223,7 @@ def _backward_kernels(c, options, shared, rows):
     q, k, _, gate, beta, a, bias, table, labels = _operands(c, shared, rows)
     labels = jax.lax.bitcast_convert_type(labels, jnp.float32)
     dq, dk, dv, dgate, dbeta, sums = gradients.kernel(c)(
-        q, k, gate, beta, a, bias, table, labels, do, inverse, u, du, states, dstates
+        q, k, gate, beta, a, bias, table, labels, do, scanned[-1], inverse, u, du, states, dstates
     )
     if c.packed:
         # No program wrote to chunks that do not exist.

@@ -54,9 +54,8 @@ def gate_gradient(c: Chunks, dlog, raw, a, dt):
         return dlog, None
     y = raw if dt is None else raw + cols(dt, raw.shape)
     if c.gate_form == "bounded":
-        x = y * a
-        e = tiles.exp2(jnp.abs(x) * -LOG2E)
+        e = tiles.exp2(-jnp.abs(y * (a * LOG2E)))
         near = tiles.reciprocal(1.0 + e)
-        slope = dlog * (c.lower_bound * e * near * near)
-        return slope * a, slope * y
+        slope = dlog * (e * near * near)
+        return slope * (a * c.lower_bound), slope * (y * c.lower_bound)
     return dlog * sigmoid(y) * -a, -dlog * softplus(y)

@@ -35,9 +35,8 @@ from .registers import (
 from .tiles import BLOCK, CHUNK, COL, F32, ROW, TILE, buffer, exp2
 
 
-def cumsum(x, exclusive: bool = False):
-    """`[64, n]` f32: sums down the rows of every block, each row's own included, or with
-    `exclusive` left out (not taken off again: it may be the largest by far). Row i depends on no
+def cumsum(x):
+    """`[64, n]` f32: sums down the rows of every block, each row's own included. Row i depends on no
     later row."""
 
     @plgpu.inline_mgpu(
@@ -48,20 +47,11 @@ def cumsum(x, exclusive: bool = False):
         one, zero = constant(1.0), constant(0.0)
         steps = [(d, arith.select(less(lane, word(d)), zero, one)) for d in (4, 8, 16)]
         last = arith.ori(lane, word(28))
-        first = less(lane, word(4))
         out = []
         for low, high in registers_of(x):
             sums = []
-            halves = [parts_of(low), parts_of(high)]
-            if exclusive:
-                # Every row takes the value of the one before it.
-                ends = [shuffle(v, last) for v in halves[0]]
-                moved = [[shuffle(v, word(4), up=True) for v in half] for half in halves]
-                halves = [
-                    [arith.select(first, a, b) for a, b in zip(edge, half, strict=True)]
-                    for edge, half in zip(([zero, zero], ends), moved, strict=True)
-                ]
-            for values in halves:
+            for half in (low, high):
+                values = parts_of(half)
                 for distance, keep in steps:
                     up = [shuffle(v, word(distance), up=True) for v in values]
                     values = [
@@ -72,6 +62,25 @@ def cumsum(x, exclusive: bool = False):
             total = [shuffle(v, last) for v in sums[0]]
             sums[1] = [arith.addf(v, t) for v, t in zip(sums[1], total, strict=True)]
             out += [paired(*sums[0]), paired(*sums[1])]
+        return shaped_like(x, out)
+
+    return body(x)
+
+
+def moved_down(x):
+    """`[64, n]` f32: at every row the one before it, at the first of a block 0."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE)
+    )
+    def body(ctx, x):
+        first, zero = less(lane_id(), word(4)), constant(0.0)
+        before = arith.andi(arith.subi(lane_id(), word(4)), word(31))
+        out = []
+        for pair in registers_of(x):
+            low, high = ([shuffle(v, before) for v in parts_of(half)] for half in pair)
+            out.append(paired(*(arith.select(first, zero, v) for v in low)))
+            out.append(paired(*(arith.select(first, a, b) for a, b in zip(low, high, strict=True))))
         return shaped_like(x, out)
 
     return body(x)

@@ -37,7 +37,7 @@ _STRENGTH, _LABEL = (3, 2), (3, 3)
 
 
 def kernel(c: Chunks):
-    """The kernel: (q, k, gate, beta, a, dt_bias, tables, labels, do, A beta, U, dU, states,
+    """The kernel: (q, k, gate, beta, a, dt_bias, tables, labels, do, decay, A beta, U, dU, states,
     dstates) to (dq, dk, dv, dgate, dbeta, sums).
 
     Args of the kernel: as `prepare`, `scan` and `reverse` take and give them, save that labels are
@@ -54,11 +54,13 @@ def kernel(c: Chunks):
 
     def body(*refs):
         q_r, k_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r = refs[:8]
-        do_r, inverse_r, u_r, du_r, states_r, dstates_r = refs[8:14]
-        dq_r, dk_r, dv_r, dg_r, dbeta_r, sums_r = refs[14:20]
-        (q_s, q_box), (k_s, k_box), (g_s, g_box), (values_s, values_box) = refs[20:24]
-        (keys_s, keys_box), u_s, columns_s, states_s, dstates_s = refs[24:29]
-        (pairs_s, inverse_s), tables_s, rows_s, dt_s, raw_b, value_b, state_b, met_b = refs[29:]
+        do_r, decay_r, inverse_r, u_r, du_r, states_r, dstates_r = refs[8:15]
+        dq_r, dk_r, dv_r, dg_r, dbeta_r, sums_r = refs[15:21]
+        (q_s, q_box), (k_s, k_box), (g_s, g_box), (values_s, values_box) = refs[21:25]
+        (keys_s, keys_box), u_s, columns_s, states_s, dstates_s = refs[25:30]
+        (pairs_s, inverse_s), tables_s, rows_s, channels_s = refs[30:34]
+        raw_b, value_b, state_b, met_b = refs[34:]
+        dt_s, through_s = (channels_s.at[i] for i in range(2))
         group = lax.axis_index("group")
         place = Place(c, lax.axis_index("chunk"), tables_r)
         tokens = pl.ds(place.first, CHUNK)
@@ -103,6 +105,7 @@ def kernel(c: Chunks):
                 if c.packed:
                     copy(labels_r.at[place.row, block], rows_s.at[*_LABEL], raw_b)
                 copy(inverse_r.at[place.out, block], inverse_s, value_b)
+                copy(decay_r.at[place.out, place.chunk], through_s, value_b)
 
         def send(box, array):
             """A finished tile, committed, to a token array; what is not all of the chunk's own
@@ -386,18 +389,17 @@ def kernel(c: Chunks):
             # Log decays.
             leaves = wide(load(column_tile)) * outgoing()
             states = (states_s.at[group], dstates_s.at[group])
-            dlog = of_log_decays(c, place, dlog, leaves, states, decays, sums)
+            through = load(through_s.at[own], COL)
+            dlog = of_log_decays(c, dlog, leaves, states, through, sums)
             draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
             draw, da = unless_whole(c, place, lambda x: jax.tree.map(live_only, x), (draw, da))
             tiles.warpgroup_barrier()
-            exchange.store_column_sums(draw, sums)
+            for x, table in ((draw, decays), (da, sums)):
+                if x is not None:
+                    exchange.store_column_sums(x, table)
             tiles.warpgroup_barrier()
-            sums_r[place.out, place.chunk, 0, own] = exchange.total(sums)
-            if da is not None:
-                tiles.warpgroup_barrier()
-                exchange.store_column_sums(da, sums)
-                tiles.warpgroup_barrier()
-                sums_r[place.out, place.chunk, 1, own] = exchange.total(sums)
+            target = sums_r.at[place.out, place.chunk, slice(None), own]
+            exchange.store_totals(tables_s.at[group], target)
             g_s.at[group][...] = draw.astype(BF16)
             plgpu.commit_smem()
             send(g_box.at[group], dg_r)
@@ -439,9 +441,9 @@ def kernel(c: Chunks):
             plgpu.RefUnion(tiles.swizzled((2, CHUNK, CHUNK)), tiles.swizzled((CHUNK, CHUNK))),
             plgpu.SMEM((groups, 2, exchange.END_ROWS, WIDTH), F32),
             plgpu.SMEM((4, 4, CHUNK), F32),
-            plgpu.SMEM((D,), F32),
+            plgpu.SMEM((2, D), F32),
             plgpu.Barrier(num_arrivals=3 * groups + 1 + c.has_dt_bias + c.packed),
-            plgpu.Barrier(num_arrivals=3 * groups + 1),
+            plgpu.Barrier(num_arrivals=3 * groups + 2),
             plgpu.Barrier(num_arrivals=2 * groups),
             plgpu.Barrier(num_arrivals=groups),
         ),
