@@ -368,6 +368,8 @@ TILES = {
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,
+    "load_transposed": lambda ref: ref.read().T,
+    "store_transposed": lambda x, ref: ref.write(x.T),
     "leave_if": _leave_if,
     "keep_columns": lambda x, keeps: jnp.where(keeps[:1] != 0, x, 0),
     "load": _load,

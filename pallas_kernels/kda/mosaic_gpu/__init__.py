@@ -93,13 +93,9 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         bias = jnp.broadcast_to(dt_bias.astype(jnp.float32), (c.value_heads, spec.key_width))
         bias = jnp.pad(bias, ((0, 0), (0, pad_k)))
 
-    # Kernels hold states as [V, K], with a spare slot for documents that own none.
-    spare = c.regions - spec.max_documents if c.packed and spec.states_asked else 0
     initial = None
     if states is not None:
-        initial = jnp.pad(
-            jnp.swapaxes(states, 3, 4), ((0, 0), (0, spare), (0, 0), (0, pad_v), (0, pad_k))
-        )
+        initial = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, pad_k), (0, pad_v)))
         if not c.packed:
             initial = initial[:, :1]
     if x.segment_ids is None:
@@ -113,10 +109,10 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     o = o[:, : spec.tokens, :, : spec.value_width]
     if not spec.return_final_state:
         return o, None
-    final = jnp.swapaxes(final[..., : spec.value_width, : spec.key_width], 3, 4)
+    final = final[..., : spec.key_width, : spec.value_width]
     if not c.packed and spec.max_documents > 1:
         return o, jnp.concatenate([final, initial_states(spec, x)[:, 1:]], axis=1)
-    return o, final[:, : spec.max_documents]
+    return o, final
 
 
 def describe(spec: Spec) -> Chunks:
@@ -134,6 +130,7 @@ def describe(spec: Spec) -> Chunks:
         tokens=spec.tokens,
         held=max(spec.tokens, CHUNK),
         regions=count * cut,
+        slots=max(count - 1, 1) * cut,
         pieces=cut,
         chunks=chunks,
         heads=spec.heads,
@@ -216,7 +213,10 @@ def _backward_kernels(c, options, shared, rows):
         dfinal = dfinal if return_final else None
         operands = (*scanned, do, tables.keeps)
         dfinal = pieces.gradients_after(c, operands, maps, dfinal, tables.spans)
-    back = reverse.kernel(c, return_final or c.pieces > 1, initial is not None)
+    has_final = return_final or c.pieces > 1
+    if not has_final:
+        dfinal = jnp.zeros((c.batch, 1, 1, 8, 8), jnp.float32)
+    back = reverse.kernel(c, has_final, initial is not None)
     du, dstates, dinitial = back(*scanned, do, tables.keeps, dfinal, tables.spans)
     if c.pieces > 1:
         dinitial = dinitial[:, :1]

@@ -16,14 +16,15 @@ class Chunks:
 
     tokens: T, of `held` in the arrays; chunks: NC of every row. `packed`: chunks start where the
     tables say, and tokens carry labels; else chunk n starts at 64 n and only the last may be
-    ragged. regions: R, stretches of a row that the scan takes on their own: what state slots own,
-    or the P `pieces` of a row that is cut (else 1).
+    ragged. regions: R, stretches of a row that the scan takes on their own: what the S `slots` of
+    states own and what none does, or the P `pieces` of a row that is cut (else 1).
     """
 
     batch: int
     tokens: int
     held: int
     regions: int
+    slots: int
     pieces: int
     chunks: int
     heads: int

@@ -26,11 +26,11 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
     """The kernel: (-W, Kr, Qd, P, decay, do, keeps, dfinal, spans) to (dU, dstates, dinitial), or
     to (dinitial,) unless `save`.
 
-    Args of the kernel: what `prepare` gives; do `[B, T, HV, V]` bf16; dfinal `[B, R, HV, V, K]`
+    Args of the kernel: what `prepare` gives; do `[B, T, HV, V]` bf16; dfinal `[B, S, HV, K, V]`
     f32, read only with `has_final`; keeps and spans as `regions` has them.
 
     Returns of the kernel: dU `[B HV, NC 64, V]` bf16; the gradient of the state after every chunk,
-    `[B HV, NC, V, K]` bf16; that of the initial states `[B, R, HV, V, K]` f32, written only with
+    `[B HV, NC, V, K]` bf16; that of the initial states `[B, S, HV, K, V]` f32, written only with
     `needs_initial`.
     """
     K, V = c.key_width, c.value_width
@@ -137,13 +137,13 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
             begin(do, jnp.int32(0))
             state = tiles.zeros((ROWS, K))
             if has_final:
-                state = load(dfinal_r.at[region.row, region.slot, region.head, values])
+                state = region.state(dfinal_r, values)
             carry = do, look(state, jnp.int32(0))
             carry = lax.fori_loop(0, n - 1, step, carry)
             update(carry, n - 1 + jnp.int32(0))
             state = read(s_acc)
             if needs_initial:
-                dinitial_r.at[region.row, region.slot, region.head, values][...] = state
+                region.put_state(dinitial_r, values, state)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(group == groups)(producer)
@@ -156,7 +156,7 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
 
-    out = [jax.ShapeDtypeStruct((c.batch, c.regions, c.value_heads, V, K), F32)]
+    out = [jax.ShapeDtypeStruct((c.batch, c.slots, c.value_heads, K, V), F32)]
     kept = []
     if save:
         out = [

@@ -24,6 +24,7 @@ from .registers import (
     as_bits,
     constant,
     equal,
+    lane_id,
     paired,
     parts_of,
     registers_of,
@@ -258,6 +259,54 @@ def leave_if(condition) -> None:
 def buffer(width: int):
     """A buffer `[64, width]` of bf16, swizzled by its rows."""
     return plgpu.RefType(transforms(width, 2 * width))
+
+
+def _transposed_places(x, ref):
+    """For each register of a TILE, the pointers to its two elements in an f32 buffer `[n, 64]` in
+    global memory that holds it transposed."""
+    f32 = ir.F32Type.get()
+    (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    row = arith.addi(
+        arith.muli(warp_id(), word(BLOCK)), arith.andi(arith.shrui(lane_id(), word(2)), word(7))
+    )
+    column = arith.muli(arith.andi(lane_id(), word(3)), word(2))
+    start = arith.addi(arith.muli(column, word(stride)), row)
+    pointer = mgpu.getelementptr(mgpu.memref_ptr(ref), [start], f32)
+    for j, pair in enumerate(registers_of(x)):
+        for half, register in enumerate(pair):
+            offsets = [(8 * j + e) * stride + 8 * half for e in (0, 1)]
+            yield register, [mgpu.getelementptr(pointer, [word(o)], f32) for o in offsets]
+
+
+def load_transposed(ref):
+    """`[64, n]` f32, a TILE, from an f32 buffer `[n, 64]` in global memory."""
+    shape = ref.shape[::-1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, F32, layout=TILE)
+    )
+    def body(ctx, ref):
+        f32 = ir.F32Type.get()
+        like = fa.FragmentedArray.splat(constant(0.0), shape, layout=TILE.to_mgpu())
+        out = [
+            paired(*(llvm.load(f32, pointer) for pointer in pointers))
+            for _, pointers in _transposed_places(like, ref)
+        ]
+        return shaped_like(like, out)
+
+    return body(ref)
+
+
+def store_transposed(x, ref) -> None:
+    """A TILE `[64, n]` of f32 to an f32 buffer `[n, 64]` in global memory."""
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def body(ctx, x, ref):
+        for register, pointers in _transposed_places(x, ref):
+            for part, pointer in zip(parts_of(register), pointers, strict=True):
+                llvm.store(part, pointer)
+
+    body(x, ref)
 
 
 def keep_columns(x, keeps):
