@@ -324,6 +324,11 @@ def _shared_times(acc, pairs, x, block, of, transpose=False):
     return _tile(jnp.stack(out))
 
 
+def _shared_pairs(accs, rows, x, block):
+    columns = _blocks(_array(x))[block]
+    return tuple(acc + _array(a) @ columns.T for acc, a in zip(accs, rows, strict=True))
+
+
 def _own(x):
     return jnp.concatenate([x[16 * w : 16 * w + 16, 16 * w : 16 * w + 16] for w in range(4)])
 
@@ -341,6 +346,7 @@ BLOCKS = {
     "last_row": lambda x: x[15::16],
     "pairs": _pairs,
     "times": _times,
+    "shared_pairs": _shared_pairs,
     "shared_times": _shared_times,
     "own": _own,
     "diagonal": lambda x: jnp.concatenate([jnp.diagonal(b) for b in _blocks(x)]),

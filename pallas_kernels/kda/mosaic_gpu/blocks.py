@@ -251,6 +251,38 @@ def _matrices(base, row, piece, row_bytes: int, transpose: bool):
     return [llvm.extractvalue(i32, out, [i]) for i in range(4)]
 
 
+def shared_pairs(accs, rows, x, block: int):
+    """Of several tiles: each of accs `[64, 16]` f32 plus its rows `[64, n]` bf16 times the
+    transpose of a block of x `[64, n]` bf16 in shared memory."""
+    compact = plgpu.ShapeDtypeStruct((CHUNK, BLOCK), F32, layout=TILE)
+    width = x.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=((TILE,) * len(accs), (TILE,) * len(rows), buffer(width)),
+        return_type=(compact,) * len(accs),
+    )
+    def body(ctx, accs, rows, x):
+        lane, base = lane_id(), address(x)
+        matrix = arith.shrui(lane, word(3))
+        half, across = arith.shrui(matrix, word(1)), arith.andi(matrix, word(1))
+        at = arith.addi(arith.muli(half, word(8)), arith.andi(lane, word(7)))
+        at = arith.addi(at, word(BLOCK * block))
+        lefts = [np.vectorize(as_bits, otypes=[object])(registers_of(x)) for x in rows]
+        sums = [[[*parts_of(a), *parts_of(b)] for a, b in registers_of(acc)] for acc in accs]
+        for k in range(0, width // 8, 2):
+            right = _matrices(base, at, arith.addi(across, word(k)), 2 * width, False)
+            for left, s in zip(lefts, sums, strict=True):
+                operand = (left[k, 0], left[k, 1], left[k + 1, 0], left[k + 1, 1])
+                for n in (0, 1):
+                    s[n] = mma(s[n], operand, right[2 * n : 2 * n + 2], "bf16")
+        return tuple(
+            shaped_like(acc, [paired(*part) for half in s for part in (half[:2], half[2:])])
+            for acc, s in zip(accs, sums, strict=True)
+        )
+
+    return body(tuple(accs), tuple(rows), x)
+
+
 def shared_times(acc, pairs, x, block, of, transpose: bool = False):
     """acc `[64, n]` f32 plus, in warp w, a product of blocks of 16 from shared memory.
 

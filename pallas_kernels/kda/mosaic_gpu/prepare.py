@@ -200,84 +200,81 @@ def kernel(c: Chunks, with_inverse: bool):
             fetch(v_r, place, place.head, v_box, v_b)
             plgpu.barrier_wait(gate_b)
 
-            def pairs(*accs):
-                def step(s, carry):
-                    near_l, near_p = carry
-                    channels = slab(s)
-                    dt = load(dt_s.at[channels], COL) if c.has_dt_bias else None
-                    g = log_decay(c, wide(load(g_s.at[s])), a, dt)
-                    if not c.bounded:
-                        g = jnp.maximum(g, FLOOR)
-                    within = blocks.cumsum(unless_whole(c, place, live_only, g))
-                    table = decays_s.at[lax.rem(s, 2)]
-                    exchange.store_decays(within, table)
-                    k = wide(load(k_s.at[s]))
-                    q = wide(load(q_s.at[s])) * rows(q_scale, tile)
-                    if c.l2norm:
-                        k = k * rows(k_scale, tile)
-                    tiles.warpgroup_barrier()
-                    decay = functools.partial(exchange.load_row, table, n=SLAB)
-                    own = decay((1, 2, 3, 4))
-                    after = decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
-                    from_1 = decay((0, 0, 0, 3))
-                    from_0 = from_1 * decay((0, 0, 2, 2))
-                    before = from_0 * decay((0, 1, 1, 1))
+            def step(s, carry):
+                near_l, near_p, far = carry
+                channels = slab(s)
+                dt = load(dt_s.at[channels], COL) if c.has_dt_bias else None
+                g = log_decay(c, wide(load(g_s.at[s])), a, dt)
+                if not c.bounded:
+                    g = jnp.maximum(g, FLOOR)
+                within = blocks.cumsum(unless_whole(c, place, live_only, g))
+                table = decays_s.at[lax.rem(s, 2)]
+                exchange.store_decays(within, table)
+                k = wide(load(k_s.at[s]))
+                q = wide(load(q_s.at[s])) * rows(q_scale, tile)
+                if c.l2norm:
+                    k = k * rows(k_scale, tile)
+                tiles.warpgroup_barrier()
+                decay = functools.partial(exchange.load_row, table, n=SLAB)
+                own = decay((1, 2, 3, 4))
+                after = decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
+                from_1 = decay((0, 0, 0, 3))
+                from_0 = from_1 * decay((0, 0, 2, 2))
+                before = from_0 * decay((0, 1, 1, 1))
 
-                    if c.bounded:
-                        seen = tiles.exp2(within + shift)
-                        k_seen, q_seen = k * seen, q * seen
-                        k_back = k * tiles.exp2(-shift - within)
-                        k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
-                        back = k_back.astype(BF16)
-                        near_l = (blocks.pairs(near_l[0], k_near, back),)
-                        near_p = (blocks.pairs(near_p[0], q_near, back),)
-                        k_end = k_back * cols(own * 2.0**shift, tile)
-                    else:
-                        seen = tiles.exp2(within)
-                        k_seen, q_seen = k * seen, q * seen
-                        k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
-                        k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
-                        near_l, near_p = list(near_l), list(near_p)
-                        for level, i in HALVES:
-                            e = blocks.to_middle(within, level)
-                            x, y = (k * e).astype(BF16), (q * e).astype(BF16)
-                            near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
-                            near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
-                        near_l, near_p = tuple(near_l), tuple(near_p)
+                if c.bounded:
+                    seen = tiles.exp2(within + shift)
+                    k_seen, q_seen = k * seen, q * seen
+                    k_back = k * tiles.exp2(-shift - within)
+                    k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
+                    back = k_back.astype(BF16)
+                    near_l = (blocks.pairs(near_l[0], k_near, back),)
+                    near_p = (blocks.pairs(near_p[0], q_near, back),)
+                    k_end = k_back * cols(own * 2.0**shift, tile)
+                else:
+                    seen = tiles.exp2(within)
+                    k_seen, q_seen = k * seen, q * seen
+                    k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
+                    k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
+                    near_l, near_p = list(near_l), list(near_p)
+                    for level, i in HALVES:
+                        e = blocks.to_middle(within, level)
+                        x, y = (k * e).astype(BF16), (q * e).astype(BF16)
+                        near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
+                        near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
+                    near_l, near_p = tuple(near_l), tuple(near_p)
 
-                    to_start = cols(before * 2.0**-shift, tile)
-                    # In warp 0 nothing lies before: its block and those after it are the chunk.
-                    of_state = (
-                        k_seen * -to_start,
-                        q_seen * to_start,
-                        k_end * cols(after, tile),
-                        own * after,
-                    )
-                    if c.packed:
-                        of_state = unless_whole(c, place, of_same_document, of_state)
-                    kd, qd, kr, total = of_state
-                    kd_s[:, channels] = kd.astype(BF16)
-                    q_s.at[s][...] = qd.astype(BF16)
-                    k_s.at[s][...] = kr.astype(BF16)
-                    c_s[:, channels] = k_end.astype(BF16)
-                    far = [cols(x, tile) for x in (from_0, from_1)]
-                    k_far = [*((k_seen * f).astype(BF16) for f in far), k_near]
-                    q_far = [*((q_seen * f).astype(BF16) for f in far), q_near]
-                    exchange.store_first_warp(total, decay_s.at[channels])
-                    plgpu.commit_smem()
-                    for i in range(3):
-                        columns = c_s.at[pl.ds(i * BLOCK, BLOCK), channels].T
-                        plgpu.wgmma(accs[i], k_far[i], columns)
-                        plgpu.wgmma(accs[3 + i], q_far[i], columns)
-                    plgpu.wgmma_wait(0)
-                    return near_l, near_p
+                to_start = cols(before * 2.0**-shift, tile)
+                # In warp 0 nothing lies before: its block and those after it are the chunk.
+                of_state = (
+                    k_seen * -to_start,
+                    q_seen * to_start,
+                    k_end * cols(after, tile),
+                    own * after,
+                )
+                if c.packed:
+                    of_state = unless_whole(c, place, of_same_document, of_state)
+                kd, qd, kr, total = of_state
+                kd_s[:, channels] = kd.astype(BF16)
+                q_s.at[s][...] = qd.astype(BF16)
+                k_s.at[s][...] = kr.astype(BF16)
+                columns = c_s.at[lax.rem(s, 2)]
+                columns[...] = k_end.astype(BF16)
+                exchange.store_first_warp(total, decay_s.at[channels])
+                tiles.warpgroup_barrier()
+                added = []
+                for i, scale in enumerate((from_0, from_1, None)):
+                    own_rows = (k_near, q_near)
+                    if scale is not None:
+                        scale = cols(scale, tile)
+                        own_rows = [(x * scale).astype(BF16) for x in (k_seen, q_seen)]
+                    added.append(blocks.shared_pairs(far[i], own_rows, columns, i))
+                return near_l, near_p, tuple(added)
 
-                blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
-                near_l, near_p = lax.fori_loop(0, slabs, step, (blank, blank))
-                return near_l, near_p, tuple(tiles.read(x) for x in accs)
-
-            near_l, near_p, far = pl.run_scoped(pairs, *(plgpu.ACC(compact, F32) for _ in range(6)))
-            tiles.warpgroup_barrier()
+            blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
+            none = ((tiles.zeros(compact),) * 2,) * 3
+            near_l, near_p, far = lax.fori_loop(0, slabs, step, (blank, blank, none))
+            plgpu.commit_smem()
             send(k_s, kr_r, place)
             send(q_s, qd_r, place)
             plgpu.copy_smem_to_gmem(decay_s, d_r.at[place.out, place.chunk])
@@ -293,7 +290,7 @@ def kernel(c: Chunks, with_inverse: bool):
             else:
                 near_l, near_p = (by_halves(r, j, x) for x in (near_l, near_p))
                 near_p = jnp.where(r == j, rows(load(own_s, ROW), compact), near_p)
-            far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in (far[:3], far[3:]))
+            far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in zip(*far, strict=True))
             if c.packed:
                 parts = ((near_l, near_p), (far_l, far_p))
                 parts = unless_whole(c, place, pairs_of_same_document, parts)
@@ -374,7 +371,7 @@ def kernel(c: Chunks, with_inverse: bool):
             tiles.by_token((slabs, CHUNK, SLAB)),
             tiles.by_token((V // CHUNK, CHUNK, CHUNK)),
             tiles.by_token((slabs, CHUNK, SLAB)),
-            plgpu.RefUnion(by_slabs((CHUNK, K)), (square, square)),
+            plgpu.RefUnion(by_slabs((2, CHUNK, SLAB)), (square, square)),
             by_slabs((CHUNK, K)),
             tiles.swizzled((CHUNK, BLOCK), F16, 2 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
