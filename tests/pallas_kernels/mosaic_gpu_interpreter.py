@@ -121,6 +121,19 @@ class _At:
         return self.ref.window(index)
 
 
+class Turned:
+    """A buffer with its axes in another order, as copies see it."""
+
+    def __init__(self, ref, order):
+        self.ref, self.order = ref, order
+
+    def read(self):
+        return jnp.transpose(self.ref.read(), self.order)
+
+    def write(self, value):
+        self.ref.write(jnp.transpose(value, np.argsort(self.order)))
+
+
 class Barrier:
     """Slots that complete a phase with every `arrivals` arrivals; threads wait for each in turn."""
 
@@ -395,6 +408,7 @@ PLGPU = {
     "barrier_arrive": lambda barrier: barrier.arrive(),
     "broadcasted_iota": _iota,
     "layout_cast": lambda x, layout: x,
+    "transpose_ref": Turned,
 }
 LAX = {
     "fori_loop": _loop,

@@ -76,11 +76,12 @@ def kernel(c: Chunks, with_inverse: bool):
         def item(turn):
             return program + turn * programs
 
+        def by_token(box):
+            return plgpu.transpose_ref(box, (1, 0, 2))
+
         def fetch(array, place, head, box, barrier):
             tokens = pl.ds(place.first, CHUNK)
-            for i in range(box.shape[0]):
-                part = pl.ds(i * box.shape[2], box.shape[2])
-                plgpu.copy_gmem_to_smem(array.at[place.row, tokens, head, part], box.at[i], barrier)
+            plgpu.copy_gmem_to_smem(array.at[place.row, tokens, head], by_token(box), barrier)
 
         def fetch_gate(place):
             fetch(g_r, place, place.head, g_box, gate_b)
@@ -97,13 +98,9 @@ def kernel(c: Chunks, with_inverse: bool):
                     labels_r.at[place.row, block], every_labels_s.at[slot], qk_b
                 )
 
-        def send(buffer, array, place):
+        def send(box, array, place):
             block = pl.ds(place.chunk * CHUNK, CHUNK)
-            for i in range(buffer.shape[0]):
-                part = pl.ds(i * buffer.shape[2], buffer.shape[2])
-                target = array.at[place.out, block, part]
-                plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
-            plgpu.commit_smem_to_gmem_group()
+            plgpu.copy_smem_to_gmem(by_token(box), array.at[place.out, block])
 
         def norms():
             """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
@@ -275,8 +272,8 @@ def kernel(c: Chunks, with_inverse: bool):
             none = ((tiles.zeros(compact),) * 2,) * 3
             near_l, near_p, far = lax.fori_loop(0, slabs, step, (blank, blank, none))
             plgpu.commit_smem()
-            send(k_s, kr_r, place)
-            send(q_s, qd_r, place)
+            send(k_box, kr_r, place)
+            send(q_box, qd_r, place)
             plgpu.copy_smem_to_gmem(decay_s, d_r.at[place.out, place.chunk])
             before_next(fetch_gate)
 
@@ -341,7 +338,7 @@ def kernel(c: Chunks, with_inverse: bool):
                     v_s[n] = part
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(kd_s, w_r.at[place.out, block])
-                send(v_s, u0_r, place)
+                send(v_box, u0_r, place)
 
             u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
@@ -354,14 +351,15 @@ def kernel(c: Chunks, with_inverse: bool):
         lax.fori_loop(0, count, chunk, ())
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def shape(width, dtype=BF16):
-        return jax.ShapeDtypeStruct((c.rows, c.length, width), dtype)
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct((c.rows, c.length, *sizes), BF16)
 
     decay = jax.ShapeDtypeStruct((c.rows, c.chunks, K), F32)
-    outs = [shape(K), shape(K), shape(K), shape(V), shape(CHUNK), decay]
+    in_slabs, in_halves = (slabs, SLAB), (V // CHUNK, CHUNK)
+    outs = [shape(K), shape(*in_slabs), shape(*in_slabs), shape(*in_halves), shape(CHUNK), decay]
     by_slabs = functools.partial(tiles.swizzled, swizzle=2 * SLAB)
     square = tiles.swizzled((CHUNK, CHUNK))
-    return plgpu.kernel(
+    call = plgpu.kernel(
         body,
         out_type=(*outs, *([shape(CHUNK)] * with_inverse)),
         grid=(programs,),
@@ -381,13 +379,26 @@ def kernel(c: Chunks, with_inverse: bool):
             plgpu.SMEM((2, CHUNK), F32),
             plgpu.SMEM((CHUNK,), F32),
             plgpu.SMEM((2, CHUNK), jnp.int32),
-            plgpu.Barrier(num_arrivals=slabs + c.has_dt_bias),
-            plgpu.Barrier(num_arrivals=2 * slabs + 1 + c.packed),
-            plgpu.Barrier(num_arrivals=V // CHUNK),
+            plgpu.Barrier(num_arrivals=1 + c.has_dt_bias),
+            plgpu.Barrier(num_arrivals=3 + c.packed),
+            plgpu.Barrier(num_arrivals=1),
         ),
         compiler_params=tiles.compiler_params(),
         kernel_name=f"kda_prepare_{'bounded' if c.bounded else 'exact'}",
     )
+
+    def run(q, k, v, gate, *others):
+        """With the channels of token arrays as the kernel copies them: a tile of every slab, or
+        half, at once."""
+
+        def parted(x, parts):
+            return x.reshape(*x.shape[:-1], *parts)
+
+        q, k, gate = (parted(x, in_slabs) for x in (q, k, gate))
+        w, kr, qd, u0, *rest = call(q, k, parted(v, in_halves), gate, *others)
+        return w, *(x.reshape(c.rows, c.length, -1) for x in (kr, qd, u0)), *rest
+
+    return run
 
 
 def by_halves(r, j, sums):
