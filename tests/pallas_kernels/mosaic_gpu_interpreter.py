@@ -352,7 +352,7 @@ def _store(rows, ref):
 
 
 BLOCKS = {
-    "cumsum": lambda x: _tile(jnp.cumsum(_blocks(x), axis=1)),
+    "cumsum": lambda x, start=0.0: start + _tile(jnp.cumsum(_blocks(x), axis=1)),
     "moved_down": _moved_down,
     "suffix_sum": _suffix,
     "halfway": _halfway,
@@ -369,7 +369,7 @@ INVERSE = {
     "product": lambda a, b: _tile(_blocks(a) @ _blocks(b)),
 }
 EXCHANGE = {
-    "store_decays": lambda x, ref: _store(jnp.exp2(x[15::16]), ref),
+    "store_decays": lambda x, ref, start=0.0: _store(jnp.exp2(x[15::16] - start), ref),
     "store_firsts": lambda x, ref: _store(x[::16], ref),
     "store_lasts": lambda x, ref: _store(x[15::16], ref),
     "store_totals": _store_totals,
@@ -384,6 +384,7 @@ TILES = {
     "product": lambda shape, *pairs: sum(_array(a) @ _array(b) for a, b in pairs),
     "exp2": lambda x, layout=None: jnp.exp2(x),
     "exp2_anew": lambda x, sign, shift, table: jnp.exp2(sign * x + shift + table[0][0]),
+    "linear": lambda x, factor, start: x * factor + jnp.repeat(start, 16, axis=0),
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,

@@ -1,5 +1,7 @@
 """Activations and their gradients, in registers: raw gate to log decay, write strength."""
 
+import math
+
 import jax.numpy as jnp
 
 from . import tiles
@@ -16,9 +18,13 @@ def log_decay(c: Chunks, raw, a, dt):
     """log2 of the decay, from a raw gate `[64, n]`; a is exp(A_log), dt `[n]` a COL or None."""
     if c.gate_form == "log_decay":
         return raw * LOG2E
-    x = raw if dt is None else raw + cols(dt, raw.shape)
     if c.gate_form == "bounded":
-        return tiles.reciprocal(1.0 + tiles.exp2(x * (a * -LOG2E))) * (c.lower_bound * LOG2E)
+        # bound / (1 + exp(-a x)), with the bound inside: two instructions less an element.
+        bound, rate = -c.lower_bound * LOG2E, a * -LOG2E
+        start = tiles.zeros(raw.shape[1:], tiles.COL) if dt is None else dt * rate
+        e = tiles.exp2(tiles.linear(raw, rate, start - math.log2(bound)))
+        return tiles.reciprocal(-1.0 / bound - e)
+    x = raw if dt is None else raw + cols(dt, raw.shape)
     return softplus(x) * (a * -LOG2E)
 
 

@@ -204,9 +204,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 g = log_decay(c, wide(load(g_s.at[s])), a, dt)
                 if not c.bounded:
                     g = jnp.maximum(g, FLOOR)
-                within = blocks.cumsum(unless_whole(c, place, live_only, g))
+                within = blocks.cumsum(unless_whole(c, place, live_only, g), shift)
                 table = decays_s.at[lax.rem(s, 2)]
-                exchange.store_decays(within, table)
+                exchange.store_decays(within, table, shift)
                 k = wide(load(k_s.at[s]))
                 q = wide(load(q_s.at[s])) * rows(q_scale, tile)
                 if c.l2norm:
@@ -220,9 +220,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 before = from_0 * decay((0, 1, 1, 1))
 
                 if c.bounded:
-                    seen = tiles.exp2(within + shift)
+                    seen = tiles.exp2(within)
                     k_seen, q_seen = k * seen, q * seen
-                    k_back = k * tiles.exp2(-shift - within)
+                    k_back = k * tiles.exp2(-within)
                     k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
                     back = k_back.astype(BF16)
                     near_l = (blocks.pairs(near_l[0], k_near, back),)

@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .registers import (
+    FMA,
     as_bits,
     constant,
     equal,
@@ -195,6 +196,27 @@ def exp2_anew(x, sign: float, shift: float, table):
         return shaped_like(x, [paired(*map(one, parts_of(r))) for r in x.registers.flat])
 
     return body(x, table)
+
+
+def linear(x, factor, start):
+    """A TILE times a number plus a COL, by one instruction an element."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, plgpu.Layout.WG_SPLAT(()), COL),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE),
+    )
+    def body(ctx, x, factor, start):
+        factor = vector.broadcast(x.registers.flat[0].type, factor.registers.flat[0])
+
+        def one(register, column):
+            product = arith.mulf(register, factor, fastmath=FMA)
+            return arith.addf(product, column, fastmath=FMA)
+
+        columns = start.registers.flat
+        out = [[one(r, s) for r in pair] for pair, s in zip(registers_of(x), columns, strict=True)]
+        return shaped_like(x, out)
+
+    return body(x, factor, start)
 
 
 def reciprocal(x, layout=TILE):
