@@ -121,6 +121,19 @@ class _At:
         return self.ref.window(index)
 
 
+class Turned:
+    """A buffer with its axes in another order, as copies see it."""
+
+    def __init__(self, ref, order):
+        self.ref, self.order = ref, order
+
+    def read(self):
+        return jnp.transpose(self.ref.read(), self.order)
+
+    def write(self, value):
+        self.ref.write(jnp.transpose(value, np.argsort(self.order)))
+
+
 class Barrier:
     """Slots that complete a phase with every `arrivals` arrivals; threads wait for each in turn."""
 
@@ -182,6 +195,15 @@ def _buffer(kind):
     return Ref(blank.astype(dtype))
 
 
+class _Left(Exception):
+    """A program that ended itself."""
+
+
+def _leave_if(condition):
+    if bool(condition):
+        raise _Left
+
+
 def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
     def run(*arrays):
         several = isinstance(out_type, tuple)
@@ -196,6 +218,8 @@ def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
                 here.phases, here.program, here.group = {}, program[0], jnp.int32(g)
                 try:
                     body(*inputs, *outs, *buffers)
+                except _Left:
+                    return
                 except BaseException as error:
                     errors.append(error)
                     raise
@@ -278,11 +302,12 @@ def _suffix(x):
     return _tile(jnp.cumsum(_blocks(x)[:, ::-1], axis=1)[:, ::-1])
 
 
-def _cumsum(x, exclusive=False):
-    x = _blocks(x)
-    if exclusive:
-        x = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    return _tile(jnp.cumsum(x, axis=1))
+def _moved_down(x):
+    return _tile(jnp.pad(_blocks(x), ((0, 0), (1, 0), (0, 0)))[:, :-1])
+
+
+def _store_totals(tables, ref):
+    ref.write(tables.read()[:, 1:].sum(axis=1))
 
 
 def _halfway(x, level):
@@ -312,6 +337,11 @@ def _shared_times(acc, pairs, x, block, of, transpose=False):
     return _tile(jnp.stack(out))
 
 
+def _shared_pairs(accs, rows, x, block):
+    columns = _blocks(_array(x))[block]
+    return tuple(acc + _array(a) @ columns.T for acc, a in zip(accs, rows, strict=True))
+
+
 def _own(x):
     return jnp.concatenate([x[16 * w : 16 * w + 16, 16 * w : 16 * w + 16] for w in range(4)])
 
@@ -322,12 +352,14 @@ def _store(rows, ref):
 
 
 BLOCKS = {
-    "cumsum": _cumsum,
+    "cumsum": lambda x, start=0.0: start + _tile(jnp.cumsum(_blocks(x), axis=1)),
+    "moved_down": _moved_down,
     "suffix_sum": _suffix,
     "halfway": _halfway,
     "last_row": lambda x: x[15::16],
     "pairs": _pairs,
     "times": _times,
+    "shared_pairs": _shared_pairs,
     "shared_times": _shared_times,
     "own": _own,
     "diagonal": lambda x: jnp.concatenate([jnp.diagonal(b) for b in _blocks(x)]),
@@ -337,8 +369,10 @@ INVERSE = {
     "product": lambda a, b: _tile(_blocks(a) @ _blocks(b)),
 }
 EXCHANGE = {
-    "store_decays": lambda x, ref: _store(jnp.exp2(x[15::16]), ref),
+    "store_decays": lambda x, ref, start=0.0: _store(jnp.exp2(x[15::16] - start), ref),
     "store_firsts": lambda x, ref: _store(x[::16], ref),
+    "store_lasts": lambda x, ref: _store(x[15::16], ref),
+    "store_totals": _store_totals,
     "store_column_sums": lambda x, ref: _store(_blocks(x).sum(axis=1), ref),
     "load_row": lambda ref, table, n: jnp.stack([ref[row] for row in table]),
     "store_first_warp": lambda x, ref: ref.write(x[0]),
@@ -350,10 +384,16 @@ TILES = {
     "product": lambda shape, *pairs: sum(_array(a) @ _array(b) for a, b in pairs),
     "exp2": lambda x, layout=None: jnp.exp2(x),
     "exp2_anew": lambda x, sign, shift, table: jnp.exp2(sign * x + shift + table[0][0]),
+    "linear": lambda x, factor, start: x * factor + jnp.repeat(start, 16, axis=0),
     "reciprocal": lambda x, layout=None: 1 / x,
     "warpgroup_barrier": lambda: None,
     "copy_rows": _copy_rows,
+    "load_transposed": lambda ref: ref.read().T,
+    "store_transposed": lambda x, ref: ref.write(x.T),
+    "leave_if": _leave_if,
+    "keep_columns": lambda x, keeps: jnp.where(keeps[:1] != 0, x, 0),
     "load": _load,
+    "wide": lambda x: x.astype(jnp.float32),
     "cols": lambda x, shape: jnp.broadcast_to(jnp.repeat(x, 16, axis=0), shape),
     "rows": lambda x, shape: jnp.broadcast_to(x[:, None], shape),
 }
@@ -369,9 +409,11 @@ PLGPU = {
     "barrier_arrive": lambda barrier: barrier.arrive(),
     "broadcasted_iota": _iota,
     "layout_cast": lambda x, layout: x,
+    "transpose_ref": Turned,
 }
 LAX = {
     "fori_loop": _loop,
+    "cond": lambda p, yes, no, *x: yes(*x) if bool(p) else no(*x),
     "axis_index": lambda name: here.group if name == "group" else jnp.int32(here.program),
 }
 PL = {"when": _when, "run_scoped": lambda f, *kinds: f(*kinds)}
@@ -401,7 +443,7 @@ def interpreted():
                 patch.setattr(module, name, word)
         tools = (tiles, blocks, exchange, activate, chunks, inverse, decays)
         for module in (*tools, prepare, scan, pieces, reverse, gradients):
-            for name in ("load", "cols", "rows", "read", "exp2"):
+            for name in ("load", "wide", "cols", "rows", "read", "exp2"):
                 if hasattr(module, name):
                     patch.setattr(module, name, TILES[name])
             for name, known, words in (("plgpu", plgpu, PLGPU), ("lax", lax, LAX), ("pl", pl, PL)):

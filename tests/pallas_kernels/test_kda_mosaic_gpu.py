@@ -51,12 +51,18 @@ def test_regions_cover_each_token_once(asked):
             documents = set(np.minimum(live[first : first + tokens], count)) if asked else set()
             assert documents <= {r + 1}
             for i in range(n):
-                start, size, entry, leave = tables.chunks[b, :, begin + i]
+                start, size, entry, leave, whole = tables.chunks[b, :, begin + i]
                 assert start == first + 64 * i and size == np.clip(tokens - 64 * i, 0, 64)
                 seen[start : start + size] += 1
                 place = np.arange(size) + 64 * (begin + i)
                 np.testing.assert_array_equal(tables.places[b, start : start + size], place)
                 np.testing.assert_array_equal(tables.sources[b, place], start + np.arange(size))
+                own = row[start : start + size]
+                of_one = size == 64 and (own == own[0]).all() and own[0] == entry == leave
+                assert whole == of_one
+                keeps = np.zeros(64)
+                keeps[:size] = -(own > 0).astype(int)
+                np.testing.assert_array_equal(tables.keeps[b].reshape(-1, 64)[begin + i], keeps)
                 if size:
                     assert leave == live[start + size - 1]
                     assert entry == live[start if i == 0 else start - 1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kda import check, mosaic_gpu
-from pallas_kernels.kda.mosaic_gpu import pieces
+from pallas_kernels.kda.mosaic_gpu import pieces, prepare
 from tests.pallas_kernels.kda_suite import (
     FLOATS,
     Case,
@@ -109,3 +109,9 @@ def test_rows_in_pieces(case, most, monkeypatch):
 @_rows(WIDE)
 def test_oracle_full(case, data):
     held_to_oracle(case, data)
+
+
+@pytest.mark.parametrize("case", [QUICK[0], WIDE[0]])
+def test_programs_take_several_chunks(case, monkeypatch):
+    monkeypatch.setattr(prepare, "PROGRAMS", 3)
+    held_to_oracle(case, "normal")

@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .. import documents, gates, recurrent
+from .. import gates, recurrent
 from ..derivatives import first_alone
 from ..spec import Inputs, Spec, initial_states, without_tokens
 from . import gradients, pieces, prepare, regions, reverse, scan
@@ -93,13 +93,9 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         bias = jnp.broadcast_to(dt_bias.astype(jnp.float32), (c.value_heads, spec.key_width))
         bias = jnp.pad(bias, ((0, 0), (0, pad_k)))
 
-    # Kernels hold states as [V, K], with a spare slot for documents that own none.
-    spare = c.regions - spec.max_documents if c.packed and spec.states_asked else 0
     initial = None
     if states is not None:
-        initial = jnp.pad(
-            jnp.swapaxes(states, 3, 4), ((0, 0), (0, spare), (0, 0), (0, pad_v), (0, pad_k))
-        )
+        initial = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, pad_k), (0, pad_v)))
         if not c.packed:
             initial = initial[:, :1]
     if x.segment_ids is None:
@@ -113,10 +109,10 @@ def run(spec: Spec, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     o = o[:, : spec.tokens, :, : spec.value_width]
     if not spec.return_final_state:
         return o, None
-    final = jnp.swapaxes(final[..., : spec.value_width, : spec.key_width], 3, 4)
+    final = final[..., : spec.key_width, : spec.value_width]
     if not c.packed and spec.max_documents > 1:
         return o, jnp.concatenate([final, initial_states(spec, x)[:, 1:]], axis=1)
-    return o, final[:, : spec.max_documents]
+    return o, final
 
 
 def describe(spec: Spec) -> Chunks:
@@ -134,6 +130,7 @@ def describe(spec: Spec) -> Chunks:
         tokens=spec.tokens,
         held=max(spec.tokens, CHUNK),
         regions=count * cut,
+        slots=max(count - 1, 1) * cut,
         pieces=cut,
         chunks=chunks,
         heads=spec.heads,
@@ -167,7 +164,9 @@ def _forward_kernels(c, options, shared, rows):
     every chunk, U and the maps of pieces."""
     return_final, save = options
     _, initial, tables = rows
-    w, kr, qd, u0, p, decay, *inverse = prepare.kernel(c, save)(*_operands(c, shared, rows))
+    used = jnp.max(tables.used, keepdims=True)
+    prepared = prepare.kernel(c, save)(*_operands(c, shared, rows), used)
+    w, kr, qd, u0, p, decay, *inverse = prepared
     maps = None
     if c.pieces > 1:
         initial, maps = pieces.states_before(c, (w, kr, u0, decay), initial, tables.spans)
@@ -210,20 +209,21 @@ def _backward_kernels(c, options, shared, rows):
     those of the gate's parameters, `[B HV, NC, 2, K]`."""
     (return_final,) = options
     _, initial, tables, (scanned, inverse, states, u, maps), do, dfinal = rows
-    if c.packed:
-        real = jnp.take_along_axis(tables.labels > 0, tables.places, axis=1)
-        do = documents.mask(jnp.pad(real, ((0, 0), (0, c.held - c.tokens))), do)
     if c.pieces > 1:
         dfinal = dfinal if return_final else None
-        dfinal = pieces.gradients_after(c, (*scanned, do), maps, dfinal, tables.spans)
-    back = reverse.kernel(c, return_final or c.pieces > 1, initial is not None)
-    du, dstates, dinitial = back(*scanned, do, dfinal, tables.spans)
+        operands = (*scanned, do, tables.keeps)
+        dfinal = pieces.gradients_after(c, operands, maps, dfinal, tables.spans)
+    has_final = return_final or c.pieces > 1
+    if not has_final:
+        dfinal = jnp.zeros((c.batch, 1, 1, 8, 8), jnp.float32)
+    back = reverse.kernel(c, has_final, initial is not None)
+    du, dstates, dinitial = back(*scanned, do, tables.keeps, dfinal, tables.spans)
     if c.pieces > 1:
         dinitial = dinitial[:, :1]
     q, k, _, gate, beta, a, bias, table, labels = _operands(c, shared, rows)
     labels = jax.lax.bitcast_convert_type(labels, jnp.float32)
     dq, dk, dv, dgate, dbeta, sums = gradients.kernel(c)(
-        q, k, gate, beta, a, bias, table, labels, do, inverse, u, du, states, dstates
+        q, k, gate, beta, a, bias, table, labels, do, scanned[-1], inverse, u, du, states, dstates
     )
     if c.packed:
         # No program wrote to chunks that do not exist.

@@ -1,5 +1,7 @@
 """Activations and their gradients, in registers: raw gate to log decay, write strength."""
 
+import math
+
 import jax.numpy as jnp
 
 from . import tiles
@@ -16,9 +18,13 @@ def log_decay(c: Chunks, raw, a, dt):
     """log2 of the decay, from a raw gate `[64, n]`; a is exp(A_log), dt `[n]` a COL or None."""
     if c.gate_form == "log_decay":
         return raw * LOG2E
-    x = raw if dt is None else raw + cols(dt, raw.shape)
     if c.gate_form == "bounded":
-        return tiles.reciprocal(1.0 + tiles.exp2(x * (a * -LOG2E))) * (c.lower_bound * LOG2E)
+        # bound / (1 + exp(-a x)), with the bound inside: two instructions less an element.
+        bound, rate = -c.lower_bound * LOG2E, a * -LOG2E
+        start = tiles.zeros(raw.shape[1:], tiles.COL) if dt is None else dt * rate
+        e = tiles.exp2(tiles.linear(raw, rate, start - math.log2(bound)))
+        return tiles.reciprocal(-1.0 / bound - e)
+    x = raw if dt is None else raw + cols(dt, raw.shape)
     return softplus(x) * (a * -LOG2E)
 
 
@@ -54,9 +60,8 @@ def gate_gradient(c: Chunks, dlog, raw, a, dt):
         return dlog, None
     y = raw if dt is None else raw + cols(dt, raw.shape)
     if c.gate_form == "bounded":
-        x = y * a
-        e = tiles.exp2(jnp.abs(x) * -LOG2E)
+        e = tiles.exp2(-jnp.abs(y * (a * LOG2E)))
         near = tiles.reciprocal(1.0 + e)
-        slope = dlog * (c.lower_bound * e * near * near)
-        return slope * a, slope * y
+        slope = dlog * (e * near * near)
+        return slope * (a * c.lower_bound), slope * (y * c.lower_bound)
     return dlog * sigmoid(y) * -a, -dlog * softplus(y)

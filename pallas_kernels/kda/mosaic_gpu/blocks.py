@@ -35,10 +35,9 @@ from .registers import (
 from .tiles import BLOCK, CHUNK, COL, F32, ROW, TILE, buffer, exp2
 
 
-def cumsum(x, exclusive: bool = False):
-    """`[64, n]` f32: sums down the rows of every block, each row's own included, or with
-    `exclusive` left out (not taken off again: it may be the largest by far). Row i depends on no
-    later row."""
+def cumsum(x, start: float = 0.0):
+    """`[64, n]` f32: start plus sums down the rows of every block, each row's own included. Row i
+    depends on no later row."""
 
     @plgpu.inline_mgpu(
         arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE)
@@ -48,20 +47,11 @@ def cumsum(x, exclusive: bool = False):
         one, zero = constant(1.0), constant(0.0)
         steps = [(d, arith.select(less(lane, word(d)), zero, one)) for d in (4, 8, 16)]
         last = arith.ori(lane, word(28))
-        first = less(lane, word(4))
         out = []
         for low, high in registers_of(x):
             sums = []
-            halves = [parts_of(low), parts_of(high)]
-            if exclusive:
-                # Every row takes the value of the one before it.
-                ends = [shuffle(v, last) for v in halves[0]]
-                moved = [[shuffle(v, word(4), up=True) for v in half] for half in halves]
-                halves = [
-                    [arith.select(first, a, b) for a, b in zip(edge, half, strict=True)]
-                    for edge, half in zip(([zero, zero], ends), moved, strict=True)
-                ]
-            for values in halves:
+            for half in (low, high):
+                values = parts_of(half)
                 for distance, keep in steps:
                     up = [shuffle(v, word(distance), up=True) for v in values]
                     values = [
@@ -69,9 +59,30 @@ def cumsum(x, exclusive: bool = False):
                         for v, u in zip(values, up, strict=True)
                     ]
                 sums.append(values)
+            if start:
+                sums[0] = [arith.addf(v, constant(start)) for v in sums[0]]
             total = [shuffle(v, last) for v in sums[0]]
             sums[1] = [arith.addf(v, t) for v, t in zip(sums[1], total, strict=True)]
             out += [paired(*sums[0]), paired(*sums[1])]
+        return shaped_like(x, out)
+
+    return body(x)
+
+
+def moved_down(x):
+    """`[64, n]` f32: at every row the one before it, at the first of a block 0."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE)
+    )
+    def body(ctx, x):
+        first, zero = less(lane_id(), word(4)), constant(0.0)
+        before = arith.andi(arith.subi(lane_id(), word(4)), word(31))
+        out = []
+        for pair in registers_of(x):
+            low, high = ([shuffle(v, before) for v in parts_of(half)] for half in pair)
+            out.append(paired(*(arith.select(first, zero, v) for v in low)))
+            out.append(paired(*(arith.select(first, a, b) for a, b in zip(low, high, strict=True))))
         return shaped_like(x, out)
 
     return body(x)
@@ -240,6 +251,38 @@ def _matrices(base, row, piece, row_bytes: int, transpose: bool):
         has_side_effects=True,
     )
     return [llvm.extractvalue(i32, out, [i]) for i in range(4)]
+
+
+def shared_pairs(accs, rows, x, block: int):
+    """Of several tiles: each of accs `[64, 16]` f32 plus its rows `[64, n]` bf16 times the
+    transpose of a block of x `[64, n]` bf16 in shared memory."""
+    compact = plgpu.ShapeDtypeStruct((CHUNK, BLOCK), F32, layout=TILE)
+    width = x.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=((TILE,) * len(accs), (TILE,) * len(rows), buffer(width)),
+        return_type=(compact,) * len(accs),
+    )
+    def body(ctx, accs, rows, x):
+        lane, base = lane_id(), address(x)
+        matrix = arith.shrui(lane, word(3))
+        half, across = arith.shrui(matrix, word(1)), arith.andi(matrix, word(1))
+        at = arith.addi(arith.muli(half, word(8)), arith.andi(lane, word(7)))
+        at = arith.addi(at, word(BLOCK * block))
+        lefts = [np.vectorize(as_bits, otypes=[object])(registers_of(x)) for x in rows]
+        sums = [[[*parts_of(a), *parts_of(b)] for a, b in registers_of(acc)] for acc in accs]
+        for k in range(0, width // 8, 2):
+            right = _matrices(base, at, arith.addi(across, word(k)), 2 * width, False)
+            for left, s in zip(lefts, sums, strict=True):
+                operand = (left[k, 0], left[k, 1], left[k + 1, 0], left[k + 1, 1])
+                for n in (0, 1):
+                    s[n] = mma(s[n], operand, right[2 * n : 2 * n + 2], "bf16")
+        return tuple(
+            shaped_like(acc, [paired(*part) for half in s for part in (half[:2], half[2:])])
+            for acc, s in zip(accs, sums, strict=True)
+        )
+
+    return body(tuple(accs), tuple(rows), x)
 
 
 def shared_times(acc, pairs, x, block, of, transpose: bool = False):

@@ -1,6 +1,7 @@
 """What is static about the kernels of a call, and where a program's chunk lies."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -15,14 +16,15 @@ class Chunks:
 
     tokens: T, of `held` in the arrays; chunks: NC of every row. `packed`: chunks start where the
     tables say, and tokens carry labels; else chunk n starts at 64 n and only the last may be
-    ragged. regions: R, stretches of a row that the scan takes on their own: what state slots own,
-    or the P `pieces` of a row that is cut (else 1).
+    ragged. regions: R, stretches of a row that the scan takes on their own: what the S `slots` of
+    states own and what none does, or the P `pieces` of a row that is cut (else 1).
     """
 
     batch: int
     tokens: int
     held: int
     regions: int
+    slots: int
     pieces: int
     chunks: int
     heads: int
@@ -56,28 +58,37 @@ class Chunks:
 
 
 class Place:
-    """Where a program's chunk lies: row b, chunk n, head h, its first token and how many."""
+    """Where a program's chunk lies: row b, chunk n, head h, its first token and how many; `whole`
+    if all 64 are real and of the one document that is live before and after them."""
 
     def __init__(self, c: Chunks, index, tables):
         self.head = lax.rem(index, c.value_heads)
         rest = lax.div(index, c.value_heads)
-        self.chunk = lax.rem(rest, c.chunks)
-        self.row = lax.div(rest, c.chunks)
+        self.row = lax.rem(rest, c.batch)
+        self.chunk = lax.div(rest, c.batch)
         self.out = self.row * c.value_heads + self.head
         self.key_head = lax.div(self.head, c.value_heads // c.heads)
         if c.packed:
-            self.first, self.count, self.entry, self.exit = (
-                tables[self.row, i, self.chunk] for i in range(4)
+            self.first, self.count, self.entry, self.exit, whole = (
+                tables[self.row, i, self.chunk] for i in range(5)
             )
+            self.whole = whole == 1
         else:
             self.first = self.chunk * CHUNK
             self.count = jnp.minimum(c.tokens - self.first, CHUNK)
+            self.whole = self.count == CHUNK
+
+
+def unless_whole(c: Chunks, place: Place, mask: Callable, x):
+    """mask(x), and what else `mask` does, in a chunk that is not whole, as few are; x in others,
+    where it costs no more than a branch. x may be any tree."""
+    if not (c.packed or c.ragged):
+        return x
+    return lax.cond(place.whole, lambda x: x, mask, x)
 
 
 def live_rows(c: Chunks, place: Place, labels, layout):
-    """ROW or COL of bool: the chunk's own, real tokens; None where all are."""
-    if not (c.packed or c.ragged):
-        return None
+    """ROW or COL of bool: the chunk's own, real tokens."""
     index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
     live = index < place.count
     if c.packed:

@@ -8,14 +8,13 @@ chunk those before it, and of what the state before leaves there all.
 import functools
 
 import jax.experimental.pallas as pl
-import jax.numpy as jnp
 
 from . import blocks, exchange, tiles
-from .chunks import Chunks, Place
-from .tiles import CHUNK, F32, cols, load
+from .chunks import Chunks
+from .tiles import CHUNK, cols, load, wide
 
 
-def of_log_decays(c: Chunks, place: Place, pairs, leaves, states, decays, sums):
+def of_log_decays(c: Chunks, pairs, leaves, states, decay, sums):
     """The gradient of the log decays, TILE.
 
     Args:
@@ -24,27 +23,26 @@ def of_log_decays(c: Chunks, place: Place, pairs, leaves, states, decays, sums):
       leaves: what it leaves in the state after the chunk times the gradient of that state, TILE.
       states: this warpgroup's channels of the state before and of the gradient of the state after,
         two buffers `[V, n]` in bf16.
-      decays, sums: tables (`exchange`) of the blocks' decays, and to compute in.
+      decay: that of the state through the whole chunk, COL.
+      sums: a table (`exchange`) to compute in.
     """
-    exchange.store_column_sums(leaves, sums)
-    leaves = blocks.cumsum(leaves, exclusive=True)
+    # Of what leaves with earlier tokens: not with the token's own taken off again, which may be the
+    # largest by far.
+    leaves = blocks.cumsum(leaves)
+    exchange.store_lasts(leaves, sums)
+    leaves = blocks.moved_down(leaves)
     tiles.warpgroup_barrier()
     width = pairs.shape[1]
     told = functools.partial(exchange.load_row, sums, n=width)
-    decay = functools.partial(exchange.load_row, decays, n=width)
     rest = told((0, 1, 1, 1)) + told((0, 0, 2, 2)) + told((0, 0, 0, 3))
     state = tiles.zeros(pairs.shape)
     for j in range(c.key_width // CHUNK):
-        before, after = (load(x.at[pl.ds(j * CHUNK, CHUNK)]).astype(F32) for x in states)
+        before, after = (wide(load(x.at[pl.ds(j * CHUNK, CHUNK)])) for x in states)
         state = state + before * after
     tiles.warpgroup_barrier()
     exchange.store_column_sums(state, sums)
     tiles.warpgroup_barrier()
-    whole = decay((1, 1, 1, 1)) * decay((2, 2, 2, 2)) * decay((3, 3, 3, 3))
-    whole = whole * decay((4, 4, 4, 4))
-    if c.packed:
-        whole = jnp.where(place.entry == place.exit, whole, 0.0)
-    rest = rest + exchange.total(sums) * whole
+    rest = rest + exchange.total(sums) * decay
 
     tiles.warpgroup_barrier()
     pairs = blocks.suffix_sum(pairs)

@@ -26,9 +26,9 @@ from jax import lax
 
 from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
-from .chunks import Chunks, Place, live_rows
+from .chunks import Chunks, Place, live_rows, unless_whole
 from .decays import of_log_decays
-from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows
+from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows, wide
 
 WIDTH = 32
 # Rows of the exchange between warpgroups, and of beta and the labels.
@@ -37,7 +37,7 @@ _STRENGTH, _LABEL = (3, 2), (3, 3)
 
 
 def kernel(c: Chunks):
-    """The kernel: (q, k, gate, beta, a, dt_bias, tables, labels, do, A beta, U, dU, states,
+    """The kernel: (q, k, gate, beta, a, dt_bias, tables, labels, do, decay, A beta, U, dU, states,
     dstates) to (dq, dk, dv, dgate, dbeta, sums).
 
     Args of the kernel: as `prepare`, `scan` and `reverse` take and give them, save that labels are
@@ -54,11 +54,13 @@ def kernel(c: Chunks):
 
     def body(*refs):
         q_r, k_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r = refs[:8]
-        do_r, inverse_r, u_r, du_r, states_r, dstates_r = refs[8:14]
-        dq_r, dk_r, dv_r, dg_r, dbeta_r, sums_r = refs[14:20]
-        (q_s, q_box), (k_s, k_box), (g_s, g_box), (values_s, values_box) = refs[20:24]
-        (keys_s, keys_box), u_s, columns_s, states_s, dstates_s = refs[24:29]
-        (pairs_s, inverse_s), tables_s, rows_s, raw_b, value_b, state_b, met_b = refs[29:]
+        do_r, decay_r, inverse_r, u_r, du_r, states_r, dstates_r = refs[8:15]
+        dq_r, dk_r, dv_r, dg_r, dbeta_r, sums_r = refs[15:21]
+        (q_s, q_box), (k_s, k_box), (g_s, g_box), (values_s, values_box) = refs[21:25]
+        (keys_s, keys_box), u_s, columns_s, states_s, dstates_s = refs[25:30]
+        (pairs_s, inverse_s), tables_s, rows_s, channels_s = refs[30:34]
+        raw_b, value_b, state_b, met_b = refs[34:]
+        dt_s, through_s = (channels_s.at[i] for i in range(2))
         group = lax.axis_index("group")
         place = Place(c, lax.axis_index("chunk"), tables_r)
         tokens = pl.ds(place.first, CHUNK)
@@ -98,53 +100,109 @@ def kernel(c: Chunks):
             @pl.when(group == 0)
             def _():
                 copy(beta_r.at[place.out, block], rows_s.at[*_STRENGTH], raw_b)
+                if c.has_dt_bias:
+                    copy(dt_r.at[place.head], dt_s, raw_b)
                 if c.packed:
                     copy(labels_r.at[place.row, block], rows_s.at[*_LABEL], raw_b)
                 copy(inverse_r.at[place.out, block], inverse_s, value_b)
+                copy(decay_r.at[place.out, place.chunk], through_s, value_b)
 
-        def send(buffer, box, array):
-            """A finished tile, committed, to a token array."""
+        def send(box, array):
+            """A finished tile, committed, to a token array; what is not all of the chunk's own
+            is left to `send_rows`."""
             target = array.at[place.row, tokens, place.head, own]
-            tiles.copy_out(buffer, box, target, place.count if c.packed else None)
+            if c.packed:
+                plgpu.copy_smem_to_gmem(box, target, place.count == CHUNK)
+            else:
+                plgpu.copy_smem_to_gmem(box, target)
+
+        def send_rows(buffer, array):
+            @pl.when(place.count < CHUNK)
+            def _():
+                target = array.at[place.row, tokens, place.head, own]
+                tiles.copy_rows(buffer, target, place.count)
+
+        def live():
+            return live_rows(c, place, token_labels(ROW) if c.packed else None, ROW)
+
+        def live_only(x):
+            return jnp.where(rows(live(), x.shape), x, 0.0)
+
+        def live_values(columns):
+            return [jnp.where(live(), x, 0.0) for x in columns]
+
+        def clear(*buffers):
+            """Zeros in the other rows of buffers, whatever stands there, NaN included."""
+
+            def mask(_):
+                for buffer in buffers:
+                    x = wide(load(buffer.at[group]))
+                    buffer.at[group][...] = live_only(x).astype(BF16)
+                tiles.warpgroup_barrier()
+                return ()
+
+            return mask
+
+        def pairs_of_same_document(x):
+            columns = cols(jnp.abs(token_labels(COL)), square)
+            return jnp.where(rows(jnp.abs(token_labels(ROW)), square) == columns, x, 0.0)
+
+        def of_same_document(_):
+            """Zeros in rows of dO and dV whose document is not the one live before the chunk, and of
+            U where it is not the one live after it: they are no concern of those states."""
+            send_rows(values_s.at[groups + group], dv_r)
+            meet()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            labels = jnp.abs(token_labels(ROW))
+            for buffer, label in (
+                (values_s.at[group], place.entry),
+                (values_s.at[groups + group], place.entry),
+                (u_s.at[group], place.exit),
+            ):
+                x = wide(load(buffer))
+                buffer[...] = jnp.where(rows(labels == label, part), x, 0.0).astype(BF16)
+            return ()
+
+        def rest_of_rows(_):
+            for buffer, array in ((keys_s, dk_r), (q_s, dq_r), (g_s, dg_r)):
+                send_rows(buffer.at[group], array)
+            return ()
 
         def chunk():
             fetch()
             a = a_r[place.head]
 
             def bias():
-                return load(dt_r.at[place.head, own], COL) if c.has_dt_bias else None
+                return load(dt_s.at[own], COL) if c.has_dt_bias else None
 
             decays, sums = (tables_s.at[group, i] for i in range(2))
             decays[0] = tiles.zeros((WIDTH,), COL) + 1.0
             sums[0] = tiles.zeros((WIDTH,), COL)
             plgpu.barrier_wait(raw_b)
-            labels = token_labels(ROW) if c.packed else None
-            live = live_rows(c, place, labels, ROW)
-
-            def masked(x, mask=live):
-                return x if mask is None else jnp.where(rows(mask, x.shape), x, 0.0)
-
+            unless_whole(c, place, clear(q_s, k_s), ())
             q16 = load(q_s.at[group])
             if c.l2norm:
                 for row, x in ((_QUERY, q16), (_KEY, load(k_s.at[group]))):
                     squares = blocks.pairs(tiles.zeros(compact), x, x)
                     rows_s.at[row, group][...] = blocks.diagonal(squares)
-            g = log_decay(c, load(g_s.at[group]).astype(F32), a, bias())
+            g = log_decay(c, wide(load(g_s.at[group])), a, bias())
             if not c.bounded:
                 g = jnp.maximum(g, FLOOR)
-            within = blocks.cumsum(masked(g))
+            within = blocks.cumsum(unless_whole(c, place, live_only, g))
             exchange.store_decays(within, decays)
 
             # Values: dV, in the place of dU.
             plgpu.barrier_wait(value_b)
+            if c.packed:
+                unless_whole(c, place, clear(values_s), ())
             mine = values_s.at[groups + group]
             dv = tiles.product(part, (load(inverse_s.T), mine))
-            u = load(u_s.at[group]).astype(F32)
+            u = wide(load(u_s.at[group]))
             rows_s.at[_BETA, group][...] = jnp.sum(dv * u, axis=1)
             tiles.warpgroup_barrier()
             mine[...] = dv.astype(BF16)
             meet()
-            send(mine, values_box.at[groups + group], dv_r)
+            send(values_box.at[groups + group], dv_r)
 
             # Pairs: warpgroup 0 takes P and warpgroup 1 M.
             @pl.when(group < 2)
@@ -155,28 +213,26 @@ def kernel(c: Chunks):
                 rows_s.at[_OWN, group][...] = blocks.diagonal(blocks.own(x))
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=tiles.TILE)
                 j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=tiles.TILE)
-                keep = i > j
+                x = jnp.where(i > j, x, 0.0)
                 if c.packed:
-                    columns = jnp.abs(token_labels(COL))
-                    keep &= rows(jnp.abs(token_labels(ROW)), square) == cols(columns, square)
-                pairs_s.at[group][...] = jnp.where(keep, x, 0.0).astype(BF16)
+                    x = unless_whole(c, place, pairs_of_same_document, x)
+                pairs_s.at[group][...] = x.astype(BF16)
 
             # Keys and queries as their factors. Each use computes them anew: kept, they would not
             # fit the registers.
             q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
             k_scale = q_scale
             if c.l2norm:
-                q_scale, k_scale = (lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY))
-            if live is not None:
-                q_scale, k_scale = (jnp.where(live, x, 0.0) for x in (q_scale, k_scale))
+                scales = [lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY)]
+                q_scale, k_scale = unless_whole(c, place, live_values, scales)
             anew = lax.optimization_barrier
             decay = functools.partial(exchange.load_row, decays, n=WIDTH)
 
             def key():
-                return masked(load(k_s.at[group]).astype(F32)) * rows(k_scale, part)
+                return wide(load(k_s.at[group])) * rows(k_scale, part)
 
             def unit_query():
-                return masked(anew(q16).astype(F32)) * rows(q_scale, part)
+                return wide(anew(q16)) * rows(q_scale, part)
 
             def seen():
                 return tiles.exp2_anew(within, 1.0, shift, sums)
@@ -193,6 +249,8 @@ def kernel(c: Chunks):
             key_tile[...] = (key() * seen()).astype(BF16)
             query_tile[...] = (unit_query() * c.scale * seen()).astype(BF16)
             column_tile[...] = (key() * to_end()).astype(BF16)
+            if c.packed:
+                unless_whole(c, place, of_same_document, ())
             meet()
 
             own_pair = load(rows_s.at[_OWN, 0], ROW)
@@ -200,11 +258,6 @@ def kernel(c: Chunks):
             def after():
                 return decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
 
-            entering = leaving = lambda x: x
-            if c.packed:
-                same = jnp.abs(token_labels(ROW))
-                entering = functools.partial(masked, mask=same == place.entry)
-                leaving = functools.partial(masked, mask=same == place.exit)
             plgpu.barrier_wait(state_b)
 
             def with_state(values, state):
@@ -217,7 +270,7 @@ def kernel(c: Chunks):
             def row_gradient(pairs, from_state):
                 """That of a row factor, from the state and then from earlier blocks: on its way
                 the sum decays as the state would."""
-                x = entering(from_state)
+                x = from_state
                 for block, scale in ((0, (0, 1, 1, 1)), (1, (0, 0, 2, 2)), (2, (0, 0, 0, 3))):
                     x = x * cols(decay(scale), part)
                     places = tuple((w, block) if w > block else None for w in range(4))
@@ -236,7 +289,7 @@ def kernel(c: Chunks):
 
             def outgoing():
                 """That of a column factor, from the state after the chunk."""
-                return leaving(with_state(u_s, dstates_s)) * cols(after(), part)
+                return with_state(u_s, dstates_s) * cols(after(), part)
 
             def from_columns(x, places, of):
                 for pairs, tile in ((delta_pairs, key_tile), (read_pairs, query_tile)):
@@ -258,7 +311,7 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
-            dlog = jnp.maximum(load(key_tile).astype(F32) * dk, -3e38)
+            dlog = jnp.maximum(wide(load(key_tile)) * dk, -3e38)
             dk = dk * seen() + rows(own_pair, part) * unit_query() * c.scale
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
@@ -267,13 +320,13 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             x = column_gradient()
             tiles.warpgroup_barrier()
-            dlog = dlog - load(column_tile).astype(F32) * x
+            dlog = dlog - wide(load(column_tile)) * x
             dk = dk + x * to_end()
             tiles.warpgroup_barrier()
             if c.bounded:
                 x = from_columns(tiles.zeros(part), tuple((w, w) for w in range(4)), (0, 1, 2, 3))
                 tiles.warpgroup_barrier()
-                dlog = dlog - (key() * back()).astype(BF16).astype(F32) * x
+                dlog = dlog - wide((key() * back()).astype(BF16)) * x
                 dk = dk + x * back()
             else:
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
@@ -284,12 +337,12 @@ def kernel(c: Chunks):
                     x16 = (key() * e).astype(BF16)
                     joined = blocks.of_level(near_delta, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
-                    dlog = dlog + x16.astype(F32) * x
+                    dlog = dlog + wide(x16) * x
                     dk = dk + x * e
                     x = blocks.times(tiles.zeros(part), joined, x16, True)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
                     x = blocks.times(x, blocks.of_level(near_read, level), y16, True)
-                    return dk + x * e, dlog - x16.astype(F32) * x
+                    return dk + x * e, dlog - wide(x16) * x
 
                 dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
 
@@ -297,7 +350,7 @@ def kernel(c: Chunks):
                 """From the gradient of a vector over its norm that of the vector: only what is at
                 right angles to it passes."""
                 if not c.l2norm:
-                    return masked(d)
+                    return unless_whole(c, place, live_only, d)
                 rows_s.at[row, group][...] = jnp.sum(unit() * d, axis=1)
                 meet()
                 return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
@@ -306,13 +359,13 @@ def kernel(c: Chunks):
             tiles.warpgroup_barrier()
             key_tile[...] = dk.astype(BF16)
             plgpu.commit_smem()
-            send(key_tile, keys_box.at[group], dk_r)
+            send(keys_box.at[group], dk_r)
 
             # Queries.
             dq = row_gradient(read_pairs, with_state(values_s, states_s))
             if c.bounded:
                 dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
-            dlog = dlog + load(query_tile).astype(F32) * dq
+            dlog = dlog + wide(load(query_tile)) * dq
             dq = dq * seen() + rows(own_pair, part) * key()
             if not c.bounded:
                 near_read = near(read_pairs)
@@ -324,45 +377,43 @@ def kernel(c: Chunks):
                     joined = blocks.of_level(near_read, level)
                     x = blocks.times(tiles.zeros(part), joined, x16, False)
                     y16 = (unit_query() * c.scale * e).astype(BF16)
-                    return dq + x * e, dlog + y16.astype(F32) * x
+                    return dq + x * e, dlog + wide(y16) * x
 
                 dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
             dq = finish(_QUERY, dq * c.scale, unit_query, q_scale)
             tiles.warpgroup_barrier()
             query_tile[...] = dq.astype(BF16)
             plgpu.commit_smem()
-            send(query_tile, q_box.at[group], dq_r)
+            send(q_box.at[group], dq_r)
 
             # Log decays.
-            leaves = load(column_tile).astype(F32) * outgoing()
+            leaves = wide(load(column_tile)) * outgoing()
             states = (states_s.at[group], dstates_s.at[group])
-            dlog = masked(of_log_decays(c, place, dlog, leaves, states, decays, sums))
-            draw, da = gate_gradient(c, dlog, load(g_s.at[group]).astype(F32), a, bias())
-            draw = masked(draw)
+            through = load(through_s.at[own], COL)
+            dlog = of_log_decays(c, dlog, leaves, states, through, sums)
+            draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
+            draw, da = unless_whole(c, place, lambda x: jax.tree.map(live_only, x), (draw, da))
             tiles.warpgroup_barrier()
-            exchange.store_column_sums(draw, sums)
+            for x, table in ((draw, decays), (da, sums)):
+                if x is not None:
+                    exchange.store_column_sums(x, table)
             tiles.warpgroup_barrier()
-            sums_r[place.out, place.chunk, 0, own] = exchange.total(sums)
-            if da is not None:
-                tiles.warpgroup_barrier()
-                exchange.store_column_sums(masked(da), sums)
-                tiles.warpgroup_barrier()
-                sums_r[place.out, place.chunk, 1, own] = exchange.total(sums)
+            target = sums_r.at[place.out, place.chunk, slice(None), own]
+            exchange.store_totals(tables_s.at[group], target)
             g_s.at[group][...] = draw.astype(BF16)
             plgpu.commit_smem()
-            send(g_s.at[group], g_box.at[group], dg_r)
+            send(g_box.at[group], dg_r)
 
             raw = load(rows_s.at[*_STRENGTH], ROW)
             dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
-            if live is not None:
-                dbeta = jnp.where(live, dbeta, 0.0)
-            dbeta_r[place.out, block] = dbeta
+            (dbeta_r[place.out, block],) = unless_whole(c, place, live_values, [dbeta])
+            if c.packed:
+                unless_whole(c, place, rest_of_rows, ())
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if c.packed:
-            pl.when(place.count >= 0)(chunk)
-        else:
-            chunk()
+            tiles.leave_if(place.count < 0)
+        chunk()
 
     token = jax.ShapeDtypeStruct((c.batch, c.held, c.value_heads, D), BF16)
     shape = (groups, CHUNK, WIDTH)
@@ -390,8 +441,9 @@ def kernel(c: Chunks):
             plgpu.RefUnion(tiles.swizzled((2, CHUNK, CHUNK)), tiles.swizzled((CHUNK, CHUNK))),
             plgpu.SMEM((groups, 2, exchange.END_ROWS, WIDTH), F32),
             plgpu.SMEM((4, 4, CHUNK), F32),
-            plgpu.Barrier(num_arrivals=3 * groups + 1 + c.packed),
-            plgpu.Barrier(num_arrivals=3 * groups + 1),
+            plgpu.SMEM((2, D), F32),
+            plgpu.Barrier(num_arrivals=3 * groups + 1 + c.has_dt_bias + c.packed),
+            plgpu.Barrier(num_arrivals=3 * groups + 2),
             plgpu.Barrier(num_arrivals=2 * groups),
             plgpu.Barrier(num_arrivals=groups),
         ),

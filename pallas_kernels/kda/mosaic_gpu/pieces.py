@@ -41,17 +41,17 @@ def count(rows: int, chunks: int, width: int) -> int:
 
 
 def states_before(c: Chunks, operands, initial, spans):
-    """The state before each piece `[B, P, HV, V, K]`, and M^T of all but the last
+    """The state before each piece `[B, P, HV, K, V]`, and M^T of all but the last
     `[B, P - 1, HV, K, K]`, f32; operands and spans as `chain` takes them, initial
-    `[B, 1, HV, V, K]` or None."""
+    `[B, 1, HV, K, V]` or None."""
     V, K = c.value_width, c.key_width
     shape = (c.batch, c.pieces - 1, c.value_heads)
     start = jnp.zeros((*shape, V, K), F32)
     if initial is not None:
-        start = start.at[:, :1].set(initial)
+        start = start.at[:, :1].set(jnp.swapaxes(initial, 3, 4))
     identity = jnp.broadcast_to(jnp.eye(K, dtype=F32), (*shape, K, K))
     end = chain(c)(*operands, jnp.concatenate([start, identity], axis=3), spans)
-    n, maps = end[:, :, :, :V], end[:, :, :, V:]
+    n, maps = jnp.swapaxes(end[:, :, :, :V], 3, 4), end[:, :, :, V:]
     states = [jnp.zeros_like(n[:, 0]) if initial is None else initial[:, 0], n[:, 0]]
     for i in range(1, c.pieces - 1):
         states.append(n[:, i] + _product(states[-1], maps[:, i]))
@@ -59,9 +59,9 @@ def states_before(c: Chunks, operands, initial, spans):
 
 
 def gradients_after(c: Chunks, operands, maps, dfinal, spans):
-    """The gradient of the state after each piece `[B, P, HV, V, K]`; operands and spans as
-    `reverse` takes them, maps as `states_before` gives them, dfinal of the row or None."""
-    start = jnp.zeros((c.batch, c.pieces, c.value_heads, c.value_width, c.key_width), F32)
+    """The gradient of the state after each piece `[B, P, HV, K, V]`; operands (up to keeps)
+    and spans as `reverse` takes them, maps as `states_before` gives them, dfinal of the row or None."""
+    start = jnp.zeros((c.batch, c.pieces, c.value_heads, c.key_width, c.value_width), F32)
     if dfinal is not None:
         start = start.at[:, -1:].set(dfinal)
     (r,) = reverse.kernel(c, True, True, save=False)(*operands, start, spans)
@@ -72,8 +72,8 @@ def gradients_after(c: Chunks, operands, maps, dfinal, spans):
 
 
 def _product(state, map_t):
-    """S^T M^T, `[B, HV, V, K]`."""
-    return jnp.einsum("bhvj,bhjk->bhvk", state, map_t, precision=lax.Precision.HIGHEST)
+    """M S, `[B, HV, K, V]`."""
+    return jnp.einsum("bhjv,bhjk->bhkv", state, map_t, precision=lax.Precision.HIGHEST)
 
 
 def chain(c: Chunks):

@@ -29,10 +29,12 @@ from jax import lax
 
 from . import blocks, exchange, inverse, tiles
 from .activate import FLOOR, SHIFT, log_decay, write_strength
-from .chunks import Chunks, Place, live_rows
-from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows
+from .chunks import Chunks, Place, live_rows, unless_whole
+from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows, wide
 
 SLAB = 32
+# Two to each multiprocessor of a Hopper card.
+PROGRAMS = 264
 # Halves of 2^level tokens, and the sum that their pairs go to: those of 2 and 1 are masked.
 HALVES = ((3, 0), (2, 0), (1, 1), (0, 2))
 
@@ -42,16 +44,15 @@ def slab(s):
 
 
 def kernel(c: Chunks, with_inverse: bool):
-    """The kernel: (q, k, v, gate, beta, a, dt_bias, tables, labels) to (-W, Kr, Qd, U0, P, decay)
-    and, with `with_inverse`, A beta.
+    """The kernel: (q, k, v, gate, beta, a, dt_bias, tables, labels, used) to (-W, Kr, Qd, U0, P,
+    decay) and, with `with_inverse`, A beta.
 
     Args of the kernel:
       q, k `[B, T, H, K]`, v `[B, T, HV, V]`, gate `[B, T, HV, K]` bf16, as the caller holds them.
       beta `[B HV, NC 64]` f32, raw; a `[HV]` f32, exp(A_log); dt_bias `[HV, K]` f32.
-      tables `[B, 4, NC]` int32: a chunk's first token, its number of tokens (below 0: no chunk),
-        and the labels of the documents live before and after it; labels `[B, NC 64]` int32,
-        negative at padding. Beta and labels come by place and not by token: their copies have to
-        start at a multiple of 16 bytes.
+      tables `[B, 5, NC]` int32 (`regions.Tables.chunks`); labels `[B, NC 64]` int32, negative at
+        padding; used `[1]`: chunks that any row has. Beta and labels come by place and not by token: their copies have to start at a
+        multiple of 16 bytes.
 
     Returns of the kernel: `[B HV, NC 64, K or V or 64]` bf16; decay `[B HV, NC, K]` f32.
     """
@@ -60,208 +61,48 @@ def kernel(c: Chunks, with_inverse: bool):
     shift = SHIFT if c.bounded else 0.0
     tile = (CHUNK, SLAB)
     compact = (CHUNK, BLOCK)
+    programs = min(PROGRAMS, c.rows * c.chunks)
 
-    def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, *refs):
+    def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, used_r, *refs):
         outs, refs = refs[: 6 + with_inverse], refs[6 + with_inverse :]
         w_r, kr_r, qd_r, u0_r, p_r, d_r = outs[:6]
-        (q_s, q_box), (k_s, k_box), (v_s, v_box), (g_s, g_box, (p_s, a_s)) = refs[:4]
-        c_s, kd_s, x16_s, x32_s, y32_s = refs[4:9]
-        decays_s, beta_s, own_s, labels_s, gate_b, qk_b, v_b = refs[9:]
-        place = Place(c, lax.axis_index("chunk"), tables_r)
-        tokens = pl.ds(place.first, CHUNK)
-        block = pl.ds(place.chunk * CHUNK, CHUNK)
+        (q_s, q_box), (k_s, k_box), (v_s, v_box), (g_s, g_box), (c_s, (p_s, a_s)) = refs[:5]
+        kd_s, x16_s, x32_s, y32_s = refs[5:9]
+        decays_s, channels_s, betas_s, own_s, every_labels_s, gate_b, qk_b, v_b = refs[9:]
+        dt_s, decay_s = (channels_s.at[i] for i in range(2))
+        program = lax.axis_index("program")
+        items = c.rows * (used_r[0] if c.packed else c.chunks)
 
-        def fetch(array, head, box, barrier):
-            for i in range(box.shape[0]):
-                part = pl.ds(i * box.shape[2], box.shape[2])
-                plgpu.copy_gmem_to_smem(array.at[place.row, tokens, head, part], box.at[i], barrier)
+        def item(turn):
+            return program + turn * programs
 
-        def send(buffer, array):
-            for i in range(buffer.shape[0]):
-                part = pl.ds(i * buffer.shape[2], buffer.shape[2])
-                target = array.at[place.out, block, part]
-                plgpu.copy_smem_to_gmem(buffer.at[i], target, commit_group=False)
-            plgpu.commit_smem_to_gmem_group()
+        def by_token(box):
+            return plgpu.transpose_ref(box, (1, 0, 2))
 
-        def chunk():
-            fetch(g_r, place.head, g_box, gate_b)
-            fetch(k_r, place.key_head, k_box, qk_b)
-            fetch(q_r, place.key_head, q_box, qk_b)
-            fetch(v_r, place.head, v_box, v_b)
-            plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], beta_s, qk_b)
+        def fetch(array, place, head, box, barrier):
+            tokens = pl.ds(place.first, CHUNK)
+            plgpu.copy_gmem_to_smem(array.at[place.row, tokens, head], by_token(box), barrier)
+
+        def fetch_gate(place):
+            fetch(g_r, place, place.head, g_box, gate_b)
+            if c.has_dt_bias:
+                plgpu.copy_gmem_to_smem(dt_r.at[place.head], dt_s, gate_b)
+
+        def fetch_keys(place, slot):
+            fetch(k_r, place, place.key_head, k_box, qk_b)
+            fetch(q_r, place, place.key_head, q_box, qk_b)
+            block = pl.ds(place.chunk * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(beta_r.at[place.out, block], betas_s.at[slot], qk_b)
             if c.packed:
-                plgpu.copy_gmem_to_smem(labels_r.at[place.row, block], labels_s, qk_b)
-            a = a_r[place.head]
+                plgpu.copy_gmem_to_smem(
+                    labels_r.at[place.row, block], every_labels_s.at[slot], qk_b
+                )
 
-            for i in range(2):
-                decays_s[i, 0] = tiles.zeros((SLAB,), COL) + 1.0
-            plgpu.barrier_wait(qk_b)
-            labels = load(labels_s, ROW) if c.packed else None
-            live = live_rows(c, place, labels, ROW)
+        def send(box, array, place):
+            block = pl.ds(place.chunk * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(by_token(box), array.at[place.out, block])
 
-            def masked(x, mask=live):
-                return x if mask is None else jnp.where(rows(mask, x.shape), x, 0.0)
-
-            q_scale, k_scale = norms(q_s, k_s, live)
-            plgpu.barrier_wait(gate_b)
-
-            def pairs(*accs):
-                def step(s, carry):
-                    near_l, near_p = carry
-                    channels = slab(s)
-                    dt = load(dt_r.at[place.head, channels], COL) if c.has_dt_bias else None
-                    g = log_decay(c, load(g_s.at[s]).astype(F32), a, dt)
-                    if not c.bounded:
-                        g = jnp.maximum(g, FLOOR)
-                    within = blocks.cumsum(masked(g))
-                    table = decays_s.at[lax.rem(s, 2)]
-                    exchange.store_decays(within, table)
-                    k = masked(load(k_s.at[s]).astype(F32))
-                    q = masked(load(q_s.at[s]).astype(F32)) * rows(q_scale, tile)
-                    if c.l2norm:
-                        k = k * rows(k_scale, tile)
-                    tiles.warpgroup_barrier()
-                    decay = functools.partial(exchange.load_row, table, n=SLAB)
-                    own = decay((1, 2, 3, 4))
-                    after = decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
-                    from_1 = decay((0, 0, 0, 3))
-                    from_0 = from_1 * decay((0, 0, 2, 2))
-                    before = from_0 * decay((0, 1, 1, 1))
-
-                    if c.bounded:
-                        seen = tiles.exp2(within + shift)
-                        k_seen, q_seen = k * seen, q * seen
-                        k_back = k * tiles.exp2(-shift - within)
-                        k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
-                        back = k_back.astype(BF16)
-                        near_l = (blocks.pairs(near_l[0], k_near, back),)
-                        near_p = (blocks.pairs(near_p[0], q_near, back),)
-                        k_end = k_back * cols(own * 2.0**shift, tile)
-                    else:
-                        seen = tiles.exp2(within)
-                        k_seen, q_seen = k * seen, q * seen
-                        k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
-                        k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
-                        near_l, near_p = list(near_l), list(near_p)
-                        for level, i in HALVES:
-                            e = blocks.to_middle(within, level)
-                            x, y = (k * e).astype(BF16), (q * e).astype(BF16)
-                            near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
-                            near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
-                        near_l, near_p = tuple(near_l), tuple(near_p)
-
-                    # Rows of documents other than the one live before, or after, the chunk.
-                    entering = leaving = lambda x: x
-                    if c.packed:
-                        same = jnp.abs(load(labels_s, ROW))
-                        entering = functools.partial(masked, mask=same == place.entry)
-                        leaving = functools.partial(masked, mask=same == place.exit)
-                    to_start = cols(before * 2.0**-shift, tile)
-                    kd_s[:, channels] = entering(k_seen * -to_start).astype(BF16)
-                    q_s.at[s][...] = entering(q_seen * to_start).astype(BF16)
-                    k_s.at[s][...] = leaving(k_end * cols(after, tile)).astype(BF16)
-                    c_s[:, channels] = k_end.astype(BF16)
-                    far = [cols(x, tile) for x in (from_0, from_1)]
-                    k_far = [*((k_seen * f).astype(BF16) for f in far), k_near]
-                    q_far = [*((q_seen * f).astype(BF16) for f in far), q_near]
-                    # In warp 0 nothing lies before: its block and those after it are the chunk.
-                    total = own * after
-                    if c.packed:
-                        total = jnp.where(place.entry == place.exit, total, 0.0)
-                    exchange.store_first_warp(total, d_r.at[place.out, place.chunk, channels])
-                    plgpu.commit_smem()
-                    for i in range(3):
-                        columns = c_s.at[pl.ds(i * BLOCK, BLOCK), channels].T
-                        plgpu.wgmma(accs[i], k_far[i], columns)
-                        plgpu.wgmma(accs[3 + i], q_far[i], columns)
-                    plgpu.wgmma_wait(0)
-                    return near_l, near_p
-
-                blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
-                near_l, near_p = lax.fori_loop(0, slabs, step, (blank, blank))
-                return near_l, near_p, tuple(tiles.read(x) for x in accs)
-
-            near_l, near_p, far = pl.run_scoped(pairs, *(plgpu.ACC(compact, F32) for _ in range(6)))
-            send(k_s, kr_r)
-            send(q_s, qd_r)
-
-            r = jnp.bitwise_and(
-                plgpu.broadcasted_iota(jnp.int32, compact, 0, layout=tiles.TILE), 15
-            )
-            j = plgpu.broadcasted_iota(jnp.int32, compact, 1, layout=tiles.TILE)
-            if c.bounded:
-                near_l = jnp.where(r > j, near_l[0], 0.0)
-                near_p = jnp.where(r >= j, near_p[0], 0.0)
-            else:
-                near_l, near_p = (by_halves(r, j, x) for x in (near_l, near_p))
-                near_p = jnp.where(r == j, rows(load(own_s, ROW), compact), near_p)
-            far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in (far[:3], far[3:]))
-            if c.packed:
-                label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
-                own_labels = [
-                    jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)
-                ]
-                same = [label_rows == cols(x, compact) for x in own_labels]
-                far_l = tuple(jnp.where(s, x, 0.0) for s, x in zip(same, far_l, strict=False))
-                far_p = tuple(jnp.where(s, x, 0.0) for s, x in zip(same, far_p, strict=False))
-                own = cols(tiles.by_warp(*own_labels), compact)
-                near_l = jnp.where(label_rows == own, near_l, 0.0)
-                near_p = jnp.where(label_rows == own, near_p, 0.0)
-
-            nothing = tiles.zeros(compact)
-            read = jnp.concatenate(
-                [
-                    tiles.by_warp(*(nothing,) * i, near_p, *(far_p[i],) * (3 - i))
-                    if i < 3
-                    else tiles.by_warp(nothing, nothing, nothing, near_p)
-                    for i in range(4)
-                ],
-                axis=1,
-            )
-            p_s[...] = read.astype(BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(p_s, p_r.at[place.out, block])
-
-            beta = write_strength(c, load(beta_s, ROW), ROW)
-            beta_cols = write_strength(c, load(beta_s, COL), COL)
-            if live is not None:
-                labels_cols = load(labels_s, COL) if c.packed else None
-                beta = jnp.where(live, beta, 0.0)
-                beta_cols = jnp.where(live_rows(c, place, labels_cols, COL), beta_cols, 0.0)
-            strength = rows(beta, compact)
-            A = inverse.of_chunk(
-                near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s
-            )
-            A = (A * cols(beta_cols, (CHUNK, CHUNK))).astype(BF16)
-            if with_inverse:
-                a_s[...] = A
-            plgpu.barrier_wait(v_b)
-            if c.packed:
-                for i in range(V // CHUNK):
-                    v_s[i] = masked(load(v_s.at[i]).astype(F32)).astype(BF16)
-            if with_inverse or c.packed:
-                plgpu.commit_smem()
-            if with_inverse:
-                plgpu.copy_smem_to_gmem(a_s, outs[6].at[place.out, block])
-
-            def finish(w_acc, *u_accs):
-                plgpu.wgmma(w_acc, A, kd_s)
-                for i, u_acc in enumerate(u_accs):
-                    plgpu.wgmma(u_acc, A, v_s.at[i])
-                c_s[...] = tiles.read(w_acc, len(u_accs)).astype(BF16)
-                u = [tiles.read(u_acc).astype(BF16) for u_acc in u_accs]
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(c_s, w_r.at[place.out, block])
-                for i, part in enumerate(u):
-                    v_s[i] = part
-                plgpu.commit_smem()
-                send(v_s, u0_r)
-
-            u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
-            pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def norms(q_s, k_s, live):
+        def norms():
             """ROWs: 1 / |q| times the scale, and 1 / |k|; for exact gates q k, scaled by both, is
             left in a buffer.
 
@@ -281,54 +122,283 @@ def kernel(c: Chunks, with_inverse: bool):
             if c.l2norm:
                 q_scale = q_scale * lax.rsqrt(sums[0] + 1e-6)
                 k_scale = lax.rsqrt(sums[1] + 1e-6)
-                if live is not None:
-                    # Whatever stands at padding, NaN included.
-                    q_scale, k_scale = (jnp.where(live, x, 0.0) for x in (q_scale, k_scale))
             if not c.bounded:
                 own = sums[2] * q_scale
                 if c.l2norm:
                     own = own * k_scale
-                own_s[...] = own if live is None else jnp.where(live, own, 0.0)
+                own_s[...] = own
             return q_scale, k_scale
 
-        if c.packed:
-            pl.when(place.count >= 0)(chunk)
-        else:
-            chunk()
+        def chunk(turn, _):
+            """One of this program's chunks; what the next one needs is fetched as soon as its
+            buffers are free."""
+            place = Place(c, item(turn), tables_r)
+            block = pl.ds(place.chunk * CHUNK, CHUNK)
+            slot = jnp.bitwise_and(turn, 1)
+            beta_s, labels_s = betas_s.at[slot], every_labels_s.at[slot]
 
-    def shape(width, dtype=BF16):
-        return jax.ShapeDtypeStruct((c.rows, c.length, width), dtype)
+            def before_next(fetch):
+                following = item(turn + 1)
+                pl.when(following < items)(lambda: fetch(Place(c, following, tables_r)))
+
+            def live(layout):
+                return live_rows(c, place, load(labels_s, layout) if c.packed else None, layout)
+
+            def live_only(x):
+                return jnp.where(rows(live(ROW), x.shape), x, 0.0)
+
+            def live_betas(betas):
+                return [jnp.where(live(x), y, 0.0) for x, y in zip((ROW, COL), betas, strict=True)]
+
+            def clear(*buffers):
+                """Zeros in the other rows of buffers, whatever stands there, NaN included."""
+
+                def mask(_):
+                    for buffer in buffers:
+                        for i in range(buffer.shape[0]):
+                            buffer[i] = live_only(wide(load(buffer.at[i]))).astype(BF16)
+                    tiles.warpgroup_barrier()
+                    return ()
+
+                return mask
+
+            def of_same_document(x):
+                """Kd, Qd, Kr and the decay, without rows of documents other than the one live before,
+                or after, the chunk."""
+                *entering, leaving, total = x
+                same = jnp.abs(load(labels_s, ROW))
+                entering = [jnp.where(rows(same == place.entry, tile), y, 0.0) for y in entering]
+                leaving = jnp.where(rows(same == place.exit, tile), leaving, 0.0)
+                return (*entering, leaving, jnp.where(place.entry == place.exit, total, 0.0))
+
+            def pairs_of_same_document(parts):
+                near, far = parts
+                label_rows = rows(jnp.abs(load(labels_s, ROW)), compact)
+                labels = [
+                    jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)
+                ]
+                own = label_rows == cols(tiles.by_warp(*labels), compact)
+                same = [label_rows == cols(x, compact) for x in labels[:3]]
+                near = tuple(jnp.where(own, x, 0.0) for x in near)
+                far = tuple(
+                    tuple(jnp.where(s, x, 0.0) for s, x in zip(same, y, strict=True)) for y in far
+                )
+                return near, far
+
+            a = a_r[place.head]
+
+            for i in range(2):
+                decays_s[i, 0] = tiles.zeros((SLAB,), COL) + 1.0
+            plgpu.barrier_wait(qk_b)
+            unless_whole(c, place, clear(q_s, k_s), ())
+            q_scale, k_scale = norms()
+            # What the chunk before left in shared memory is on its way.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            fetch(v_r, place, place.head, v_box, v_b)
+            plgpu.barrier_wait(gate_b)
+
+            def step(s, carry):
+                near_l, near_p, far = carry
+                channels = slab(s)
+                dt = load(dt_s.at[channels], COL) if c.has_dt_bias else None
+                g = log_decay(c, wide(load(g_s.at[s])), a, dt)
+                if not c.bounded:
+                    g = jnp.maximum(g, FLOOR)
+                within = blocks.cumsum(unless_whole(c, place, live_only, g), shift)
+                table = decays_s.at[lax.rem(s, 2)]
+                exchange.store_decays(within, table, shift)
+                k = wide(load(k_s.at[s]))
+                q = wide(load(q_s.at[s])) * rows(q_scale, tile)
+                if c.l2norm:
+                    k = k * rows(k_scale, tile)
+                tiles.warpgroup_barrier()
+                decay = functools.partial(exchange.load_row, table, n=SLAB)
+                own = decay((1, 2, 3, 4))
+                after = decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
+                from_1 = decay((0, 0, 0, 3))
+                from_0 = from_1 * decay((0, 0, 2, 2))
+                before = from_0 * decay((0, 1, 1, 1))
+
+                if c.bounded:
+                    seen = tiles.exp2(within)
+                    k_seen, q_seen = k * seen, q * seen
+                    k_back = k * tiles.exp2(-within)
+                    k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
+                    back = k_back.astype(BF16)
+                    near_l = (blocks.pairs(near_l[0], k_near, back),)
+                    near_p = (blocks.pairs(near_p[0], q_near, back),)
+                    k_end = k_back * cols(own * 2.0**shift, tile)
+                else:
+                    seen = tiles.exp2(within)
+                    k_seen, q_seen = k * seen, q * seen
+                    k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
+                    k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
+                    near_l, near_p = list(near_l), list(near_p)
+                    for level, i in HALVES:
+                        e = blocks.to_middle(within, level)
+                        x, y = (k * e).astype(BF16), (q * e).astype(BF16)
+                        near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
+                        near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
+                    near_l, near_p = tuple(near_l), tuple(near_p)
+
+                to_start = cols(before * 2.0**-shift, tile)
+                # In warp 0 nothing lies before: its block and those after it are the chunk.
+                of_state = (
+                    k_seen * -to_start,
+                    q_seen * to_start,
+                    k_end * cols(after, tile),
+                    own * after,
+                )
+                if c.packed:
+                    of_state = unless_whole(c, place, of_same_document, of_state)
+                kd, qd, kr, total = of_state
+                kd_s[:, channels] = kd.astype(BF16)
+                q_s.at[s][...] = qd.astype(BF16)
+                k_s.at[s][...] = kr.astype(BF16)
+                columns = c_s.at[lax.rem(s, 2)]
+                columns[...] = k_end.astype(BF16)
+                exchange.store_first_warp(total, decay_s.at[channels])
+                tiles.warpgroup_barrier()
+                added = []
+                for i, scale in enumerate((from_0, from_1, None)):
+                    own_rows = (k_near, q_near)
+                    if scale is not None:
+                        scale = cols(scale, tile)
+                        own_rows = [(x * scale).astype(BF16) for x in (k_seen, q_seen)]
+                    added.append(blocks.shared_pairs(far[i], own_rows, columns, i))
+                return near_l, near_p, tuple(added)
+
+            blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
+            none = ((tiles.zeros(compact),) * 2,) * 3
+            near_l, near_p, far = lax.fori_loop(0, slabs, step, (blank, blank, none))
+            plgpu.commit_smem()
+            send(k_box, kr_r, place)
+            send(q_box, qd_r, place)
+            plgpu.copy_smem_to_gmem(decay_s, d_r.at[place.out, place.chunk])
+            before_next(fetch_gate)
+
+            r = jnp.bitwise_and(
+                plgpu.broadcasted_iota(jnp.int32, compact, 0, layout=tiles.TILE), 15
+            )
+            j = plgpu.broadcasted_iota(jnp.int32, compact, 1, layout=tiles.TILE)
+            if c.bounded:
+                near_l = jnp.where(r > j, near_l[0], 0.0)
+                near_p = jnp.where(r >= j, near_p[0], 0.0)
+            else:
+                near_l, near_p = (by_halves(r, j, x) for x in (near_l, near_p))
+                near_p = jnp.where(r == j, rows(load(own_s, ROW), compact), near_p)
+            far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in zip(*far, strict=True))
+            if c.packed:
+                parts = ((near_l, near_p), (far_l, far_p))
+                parts = unless_whole(c, place, pairs_of_same_document, parts)
+                (near_l, near_p), (far_l, far_p) = parts
+
+            nothing = tiles.zeros(compact)
+            read = jnp.concatenate(
+                [
+                    tiles.by_warp(*(nothing,) * i, near_p, *(far_p[i],) * (3 - i))
+                    if i < 3
+                    else tiles.by_warp(nothing, nothing, nothing, near_p)
+                    for i in range(4)
+                ],
+                axis=1,
+            )
+            p_s[...] = read.astype(BF16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(p_s, p_r.at[place.out, block])
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+            before_next(lambda place: fetch_keys(place, 1 - slot))
+
+            betas = [write_strength(c, load(beta_s, x), x) for x in (ROW, COL)]
+            beta, beta_cols = unless_whole(c, place, live_betas, betas)
+            strength = rows(beta, compact)
+            A = inverse.of_chunk(
+                near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s
+            )
+            A = (A * cols(beta_cols, (CHUNK, CHUNK))).astype(BF16)
+            if with_inverse:
+                a_s[...] = A
+            plgpu.barrier_wait(v_b)
+            if c.packed:
+                unless_whole(c, place, clear(v_s), ())
+            if with_inverse or c.packed:
+                plgpu.commit_smem()
+            if with_inverse:
+                plgpu.copy_smem_to_gmem(a_s, outs[6].at[place.out, block])
+
+            def finish(w_acc, *u_accs):
+                plgpu.wgmma(w_acc, A, kd_s)
+                for i, u_acc in enumerate(u_accs):
+                    plgpu.wgmma(u_acc, A, v_s.at[i])
+                w = tiles.read(w_acc, len(u_accs)).astype(BF16)
+                u = [tiles.read(u_acc).astype(BF16) for u_acc in u_accs]
+                tiles.warpgroup_barrier()
+                kd_s[...] = w
+                for n, part in enumerate(u):
+                    v_s[n] = part
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(kd_s, w_r.at[place.out, block])
+                send(v_box, u0_r, place)
+
+            u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
+            pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
+            return ()
+
+        first = Place(c, item(0), tables_r)
+        fetch_gate(first)
+        fetch_keys(first, 0)
+        count = lax.div(items - program + programs - 1, jnp.int32(programs))
+        lax.fori_loop(0, count, chunk, ())
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct((c.rows, c.length, *sizes), BF16)
 
     decay = jax.ShapeDtypeStruct((c.rows, c.chunks, K), F32)
-    outs = [shape(K), shape(K), shape(K), shape(V), shape(CHUNK), decay]
-    wide = functools.partial(tiles.swizzled, swizzle=2 * SLAB)
+    in_slabs, in_halves = (slabs, SLAB), (V // CHUNK, CHUNK)
+    outs = [shape(K), shape(*in_slabs), shape(*in_slabs), shape(*in_halves), shape(CHUNK), decay]
+    by_slabs = functools.partial(tiles.swizzled, swizzle=2 * SLAB)
     square = tiles.swizzled((CHUNK, CHUNK))
-    return plgpu.kernel(
+    call = plgpu.kernel(
         body,
         out_type=(*outs, *([shape(CHUNK)] * with_inverse)),
-        grid=(c.batch * c.chunks * c.value_heads,),
-        grid_names=("chunk",),
+        grid=(programs,),
+        grid_names=("program",),
         scratch_types=(
             tiles.by_token((slabs, CHUNK, SLAB)),
             tiles.by_token((slabs, CHUNK, SLAB)),
             tiles.by_token((V // CHUNK, CHUNK, CHUNK)),
-            tiles.by_token((slabs, CHUNK, SLAB), (square, square)),
-            wide((CHUNK, K)),
-            wide((CHUNK, K)),
+            tiles.by_token((slabs, CHUNK, SLAB)),
+            plgpu.RefUnion(by_slabs((2, CHUNK, SLAB)), (square, square)),
+            by_slabs((CHUNK, K)),
             tiles.swizzled((CHUNK, BLOCK), F16, 2 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
             tiles.swizzled((CHUNK, 2 * BLOCK), F16, 4 * BLOCK),
             plgpu.SMEM((2, exchange.END_ROWS, SLAB), F32),
+            plgpu.SMEM((2, K), F32),
+            plgpu.SMEM((2, CHUNK), F32),
             plgpu.SMEM((CHUNK,), F32),
-            plgpu.SMEM((CHUNK,), F32),
-            plgpu.SMEM((CHUNK,), jnp.int32),
-            plgpu.Barrier(num_arrivals=slabs),
-            plgpu.Barrier(num_arrivals=2 * slabs + 1 + c.packed),
-            plgpu.Barrier(num_arrivals=V // CHUNK),
+            plgpu.SMEM((2, CHUNK), jnp.int32),
+            plgpu.Barrier(num_arrivals=1 + c.has_dt_bias),
+            plgpu.Barrier(num_arrivals=3 + c.packed),
+            plgpu.Barrier(num_arrivals=1),
         ),
         compiler_params=tiles.compiler_params(),
         kernel_name=f"kda_prepare_{'bounded' if c.bounded else 'exact'}",
     )
+
+    def run(q, k, v, gate, *others):
+        """With the channels of token arrays as the kernel copies them: a tile of every slab, or
+        half, at once."""
+
+        def parted(x, parts):
+            return x.reshape(*x.shape[:-1], *parts)
+
+        q, k, gate = (parted(x, in_slabs) for x in (q, k, gate))
+        w, kr, qd, u0, *rest = call(q, k, parted(v, in_halves), gate, *others)
+        return w, *(x.reshape(c.rows, c.length, -1) for x in (kr, qd, u0)), *rest
+
+    return run
 
 
 def by_halves(r, j, sums):

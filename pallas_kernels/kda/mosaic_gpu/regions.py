@@ -18,16 +18,20 @@ from .tiles import CHUNK
 
 
 class Tables(NamedTuple):
-    """chunks `[B, 4, NC]`: first token, number of tokens (-1: no chunk), labels of the documents
-    live before and after; spans `[B, 4, R]`: a region's first chunk, number of chunks, first token,
+    """chunks `[B, 5, NC]`: first token, number of tokens (-1: no chunk), labels of the documents
+    live before and after, whether it is whole (`chunks.Place`); spans `[B, 4, R]`: a region's first chunk, number of chunks, first token,
     number of tokens; sources `[B, NC 64]`: the token at each place of the chunks, and places
-    `[B, T]`: the place of each token; labels `[B, NC 64]`, negative at padding."""
+    `[B, T]`: the place of each token; labels `[B, NC 64]`, negative at padding; keeps `[B, NC 64]`
+    int16, all bits set at a chunk's own, real tokens, and none at others; used `[B]`: how many
+    chunks there are, the first ones."""
 
     chunks: jax.Array
     spans: jax.Array
     sources: jax.Array
     places: jax.Array
     labels: jax.Array
+    keeps: jax.Array
+    used: jax.Array
 
 
 def chunk_count(tokens: int, regions: int) -> int:
@@ -62,24 +66,32 @@ def tabulate(segment_ids: jax.Array, regions: int, chunks: int) -> Tables:
 
     entry = at(jnp.where(offset > 0, first - 1, first))
     leave = jnp.where(size > 0, at(first + size - 1), entry)
-    table = [first, jnp.where(used, size, -1), entry, leave]
     spans = [begins, counts, bounds[:, :-1], sizes]
     sources = (first[..., None] + jnp.arange(CHUNK)).reshape(*first.shape[:1], -1)
     sources = jnp.clip(sources, 0, tokens - 1)
+    labels = jnp.take_along_axis(jnp.where(docs.real, label, -label), sources, axis=1)
+    real = (labels.reshape(*first.shape, CHUNK) > 0) & (jnp.arange(CHUNK) < size[..., None])
+    keeps = -real.astype(jnp.int16).reshape(labels.shape)
+    of_one = (labels.reshape(*first.shape, CHUNK) == entry[..., None]).all(axis=-1)
+    whole = of_one & (size == CHUNK) & (entry == leave)
+    table = [first, jnp.where(used, size, -1), entry, leave, whole & used]
     shift = begins * CHUNK - bounds[:, :-1]
     return Tables(
         jnp.stack(table, axis=1).astype(jnp.int32),
         jnp.stack(spans, axis=1).astype(jnp.int32),
         sources,
         jnp.arange(tokens) + jnp.take_along_axis(shift, region, axis=1),
-        jnp.take_along_axis(jnp.where(docs.real, label, -label), sources, axis=1),
+        labels,
+        keeps,
+        ends[:, -1].astype(jnp.int32),
     )
 
 
 def empty(c: Chunks) -> Tables:
     """Stand-ins where rows are not packed: nothing reads them."""
-    none = jnp.zeros((c.batch, 4, 1), jnp.int32)
-    return Tables(none, none, none[:, :, 0], none[:, :, 0], none[:, :, 0])
+    none = jnp.zeros((c.batch, 5, 1), jnp.int32)
+    few = none[:, :, 0]
+    return Tables(none, none, few, few, few, few.astype(jnp.int16), few[:, 0])
 
 
 def cut(c: Chunks, tables: Tables) -> Tables:

@@ -23,14 +23,14 @@ from .tiles import BF16, CHUNK, COL, F32, cols, load, read
 
 
 def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
-    """The kernel: (-W, Kr, Qd, P, decay, do, dfinal, spans) to (dU, dstates, dinitial), or to
-    (dinitial,) unless `save`.
+    """The kernel: (-W, Kr, Qd, P, decay, do, keeps, dfinal, spans) to (dU, dstates, dinitial), or
+    to (dinitial,) unless `save`.
 
-    Args of the kernel: what `prepare` gives; do `[B, T, HV, V]` bf16; dfinal `[B, R, HV, V, K]`
-    f32, read only with `has_final`; spans as `scan` takes them.
+    Args of the kernel: what `prepare` gives; do `[B, T, HV, V]` bf16; dfinal `[B, S, HV, K, V]`
+    f32, read only with `has_final`; keeps and spans as `regions` has them.
 
     Returns of the kernel: dU `[B HV, NC 64, V]` bf16; the gradient of the state after every chunk,
-    `[B HV, NC, V, K]` bf16; that of the initial states `[B, R, HV, V, K]` f32, written only with
+    `[B HV, NC, V, K]` bf16; that of the initial states `[B, S, HV, K, V]` f32, written only with
     `needs_initial`.
     """
     K, V = c.key_width, c.value_width
@@ -39,11 +39,11 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
     parts = V // width
     ring = 2 if groups == 2 else 3
 
-    def body(w_r, kr_r, qd_r, p_r, d_r, do_r, dfinal_r, spans_r, *refs):
+    def body(w_r, kr_r, qd_r, p_r, d_r, do_r, keeps_r, dfinal_r, spans_r, *refs):
         du_r, states_r = refs[:2] if save else (None, None)
         dinitial_r, refs = refs[2 * save], refs[2 * save + 1 :]
-        w_s, kr_s, qd_s, p_s, d_s, (do_s, do_box) = refs[:6]
-        states_s, du_s = refs[6:8] if save else (None, None)
+        w_s, kr_s, qd_s, p_s, d_s, keeps_s, (do_s, do_box) = refs[:7]
+        states_s, du_s = refs[7:9] if save else (None, None)
         full, empty, done = refs[-3:]
         group = lax.axis_index("group")
         program = lax.axis_index("program")
@@ -60,6 +60,8 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
             for source, target in ((w_r, w_s), (kr_r, kr_s), (qd_r, qd_s), (p_r, p_s)):
                 plgpu.copy_gmem_to_smem(source.at[region.out, chunk], target.at[slot], barrier)
             plgpu.copy_gmem_to_smem(d_r.at[region.out, region.begin + at], d_s.at[slot], barrier)
+            if c.packed:
+                plgpu.copy_gmem_to_smem(keeps_r.at[region.row, chunk], keeps_s.at[slot], barrier)
             tokens = pl.ds(region.first + at * CHUNK, CHUNK)
             for g in range(groups):
                 own = pl.ds((part * groups + g) * ROWS, ROWS)
@@ -85,7 +87,10 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
                 """dO^T to registers: before any product that would be in flight meanwhile."""
                 slot = lax.rem(i, ring)
                 plgpu.barrier_wait(full.at[slot])
-                return lax.optimization_barrier(load(do_s.at[slot * groups + group].T))
+                do = load(do_s.at[slot * groups + group].T)
+                if c.packed:  # whatever stands at padding
+                    do = tiles.keep_columns(do, load(keeps_s.at[slot], COL))
+                return lax.optimization_barrier(do)
 
             def begin(do, i):
                 u_acc[...] = tiles.zeros((ROWS, CHUNK))
@@ -132,13 +137,13 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
             begin(do, jnp.int32(0))
             state = tiles.zeros((ROWS, K))
             if has_final:
-                state = load(dfinal_r.at[region.row, region.slot, region.head, values])
+                state = region.state(dfinal_r, values)
             carry = do, look(state, jnp.int32(0))
             carry = lax.fori_loop(0, n - 1, step, carry)
             update(carry, n - 1 + jnp.int32(0))
             state = read(s_acc)
             if needs_initial:
-                dinitial_r.at[region.row, region.slot, region.head, values][...] = state
+                region.put_state(dinitial_r, values, state)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(group == groups)(producer)
@@ -151,7 +156,7 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
 
-    out = [jax.ShapeDtypeStruct((c.batch, c.regions, c.value_heads, V, K), F32)]
+    out = [jax.ShapeDtypeStruct((c.batch, c.slots, c.value_heads, K, V), F32)]
     kept = []
     if save:
         out = [
@@ -171,9 +176,10 @@ def kernel(c: Chunks, has_final: bool, needs_initial: bool, save: bool = True):
             *(tiles.swizzled((ring, CHUNK, K)) for _ in range(3)),
             tiles.swizzled((ring, CHUNK, CHUNK)),
             plgpu.SMEM((ring, K), F32),
+            plgpu.SMEM((ring, CHUNK), jnp.int16),
             tiles.by_token((ring * groups, CHUNK, ROWS)),
             *kept,
-            plgpu.Barrier(num_arrivals=5 + groups, num_barriers=ring),
+            plgpu.Barrier(num_arrivals=5 + c.packed + groups, num_barriers=ring),
             plgpu.Barrier(num_arrivals=groups, num_barriers=ring),
             plgpu.Barrier(num_arrivals=groups + 1),
         ),

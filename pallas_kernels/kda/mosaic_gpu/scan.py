@@ -53,16 +53,39 @@ class Region:
             )
         else:
             self.begin, self.count, self.first, self.tokens = 0, c.chunks, 0, c.tokens
+        self.regions = regions
+
+    def state(self, states, values):
+        """S^T as a TILE: these values of the region's slot of states `[B, S, HV, K, V]` f32, or
+        zeros if it has none: the region of documents without states is the last."""
+        slots = states.shape[1]
+        slot = jnp.minimum(self.slot, slots - 1)
+        state = tiles.load_transposed(states.at[self.row, slot, self.head, slice(None), values])
+        return state if slots == self.regions else jnp.where(self.slot < slots, state, 0.0)
+
+    def put_state(self, states, values, state):
+        """Back from `state`."""
+        slots = states.shape[1]
+
+        def put():
+            target = states.at[self.row, self.slot, self.head, slice(None), values]
+            tiles.store_transposed(state, target)
+
+        if slots == self.regions:
+            put()
+        else:
+            pl.when(self.slot < slots)(put)
 
 
 def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
     """The kernel: (-W, Kr, Qd, U0, P, decay, initial, spans) to (o, final) and, with
     `save`, the states before every chunk and U.
 
-    Args of the kernel: what `prepare` gives; initial `[B, R, HV, V, K]` f32, read only with
-    `has_initial`; spans `[B, 4, R]` int32 as `regions` has them.
+    Args of the kernel: what `prepare` gives; initial `[B, S, HV, K, V]` f32, read only with
+    `has_initial`; spans `[B, 4, R]` int32 as `regions` has them. There are S slots of states to R
+    regions, or one less.
 
-    Returns of the kernel: o `[B, T, HV, V]` bf16; final `[B, R, HV, V, K]` f32, written only with
+    Returns of the kernel: o `[B, T, HV, V]` bf16; final `[B, S, HV, K, V]` f32, written only with
     `return_final`; states `[B HV, NC, V, K]` bf16; U
     `[B HV, NC 64, V]` bf16.
     """
@@ -196,7 +219,7 @@ def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
             begin(jnp.int32(0))
             state = tiles.zeros(state_shape)
             if has_initial:
-                state = load(initial_r.at[region.row, region.slot, region.head, values])
+                state = region.state(initial_r, values)
             u16 = look(state, jnp.int32(0), False)
             u16 = lax.fori_loop(0, n - 1, step, u16)
             last = n - 1 + jnp.int32(0)
@@ -211,7 +234,7 @@ def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
             count = region.tokens - last * CHUNK if c.packed else None
             tiles.copy_out(o_s.at[group], o_box.at[group], output(last), count)
             if return_final:
-                final_r.at[region.row, region.slot, region.head, values][...] = read(s_acc)
+                region.put_state(final_r, values, read(s_acc))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(group == groups)(producer)
@@ -229,7 +252,7 @@ def kernel(c: Chunks, has_initial: bool, return_final: bool, save: bool):
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
 
-    states = jax.ShapeDtypeStruct((c.batch, c.regions, c.value_heads, V, K), F32)
+    states = jax.ShapeDtypeStruct((c.batch, c.slots, c.value_heads, K, V), F32)
     out = [jax.ShapeDtypeStruct((c.batch, c.held, c.value_heads, V), BF16), states]
     scratch = [
         tiles.swizzled((ring_a, CHUNK, K)),

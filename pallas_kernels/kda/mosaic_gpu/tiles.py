@@ -15,15 +15,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .registers import (
+    FMA,
+    as_bits,
     constant,
     equal,
+    lane_id,
     paired,
     parts_of,
+    registers_of,
     shaped_like,
     swizzled_at,
     warp_id,
@@ -84,6 +89,27 @@ def cols(x, shape):
 def rows(x, shape):
     """A value per token to a tile."""
     return lax.broadcast_in_dim(x, shape, [0])
+
+
+def wide(x):
+    """A TILE of bf16 in float32, by two instructions a pair where the compiler takes three."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE)
+    )
+    def body(ctx, x):
+        f32 = ir.F32Type.get()
+
+        def pair(register):
+            bits = as_bits(register)
+            parts = arith.shli(bits, word(16)), arith.andi(bits, word(-(1 << 16)))
+            return paired(*(mgpu.bitcast(part, f32) for part in parts))
+
+        out = [pair(r) for r in x.registers.flat]
+        like = fa.FragmentedArray.splat(constant(0.0), x.shape, layout=TILE.to_mgpu())
+        return shaped_like(like, out)
+
+    return body(x)
 
 
 def zeros(shape, layout=TILE):
@@ -172,6 +198,27 @@ def exp2_anew(x, sign: float, shift: float, table):
     return body(x, table)
 
 
+def linear(x, factor, start):
+    """A TILE times a number plus a COL, by one instruction an element."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, plgpu.Layout.WG_SPLAT(()), COL),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE),
+    )
+    def body(ctx, x, factor, start):
+        factor = vector.broadcast(x.registers.flat[0].type, factor.registers.flat[0])
+
+        def one(register, column):
+            product = arith.mulf(register, factor, fastmath=FMA)
+            return arith.addf(product, column, fastmath=FMA)
+
+        columns = start.registers.flat
+        out = [[one(r, s) for r in pair] for pair, s in zip(registers_of(x), columns, strict=True)]
+        return shaped_like(x, out)
+
+    return body(x, factor, start)
+
+
 def reciprocal(x, layout=TILE):
     return _special(x, "rcp.approx.ftz.f32", layout)
 
@@ -214,9 +261,91 @@ def warpgroup_barrier() -> None:
     body()
 
 
+def leave_if(condition) -> None:
+    """Ends the program, all of whose threads agree. A guard around what follows would have ptxas
+    hold on to more in its registers."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def body(ctx, condition):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [condition.registers.flat[0]],
+            "@$0 exit;",
+            "b",
+            has_side_effects=True,
+        )
+
+    body(condition)
+
+
 def buffer(width: int):
     """A buffer `[64, width]` of bf16, swizzled by its rows."""
     return plgpu.RefType(transforms(width, 2 * width))
+
+
+def _transposed_places(x, ref):
+    """For each register of a TILE, the pointers to its two elements in an f32 buffer `[n, 64]` in
+    global memory that holds it transposed."""
+    f32 = ir.F32Type.get()
+    (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    row = arith.addi(
+        arith.muli(warp_id(), word(BLOCK)), arith.andi(arith.shrui(lane_id(), word(2)), word(7))
+    )
+    column = arith.muli(arith.andi(lane_id(), word(3)), word(2))
+    start = arith.addi(arith.muli(column, word(stride)), row)
+    pointer = mgpu.getelementptr(mgpu.memref_ptr(ref), [start], f32)
+    for j, pair in enumerate(registers_of(x)):
+        for half, register in enumerate(pair):
+            offsets = [(8 * j + e) * stride + 8 * half for e in (0, 1)]
+            yield register, [mgpu.getelementptr(pointer, [word(o)], f32) for o in offsets]
+
+
+def load_transposed(ref):
+    """`[64, n]` f32, a TILE, from an f32 buffer `[n, 64]` in global memory."""
+    shape = ref.shape[::-1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, F32, layout=TILE)
+    )
+    def body(ctx, ref):
+        f32 = ir.F32Type.get()
+        like = fa.FragmentedArray.splat(constant(0.0), shape, layout=TILE.to_mgpu())
+        out = [
+            paired(*(llvm.load(f32, pointer) for pointer in pointers))
+            for _, pointers in _transposed_places(like, ref)
+        ]
+        return shaped_like(like, out)
+
+    return body(ref)
+
+
+def store_transposed(x, ref) -> None:
+    """A TILE `[64, n]` of f32 to an f32 buffer `[n, 64]` in global memory."""
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def body(ctx, x, ref):
+        for register, pointers in _transposed_places(x, ref):
+            for part, pointer in zip(parts_of(register), pointers, strict=True):
+                llvm.store(part, pointer)
+
+    body(x, ref)
+
+
+def keep_columns(x, keeps):
+    """x, a TILE of bf16, with zeros in columns whose `keeps`, a COL of int16, has no bit set."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, COL), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE)
+    )
+    def body(ctx, x, keeps):
+        def kept(register, mask):
+            return mgpu.bitcast(arith.andi(as_bits(register), as_bits(mask)), register.type)
+
+        masks = keeps.registers.flat
+        out = [[kept(r, m) for r in pair] for pair, m in zip(registers_of(x), masks, strict=True)]
+        return shaped_like(x, out)
+
+    return body(x, keeps)
 
 
 def copy_out(buffer, box, target, count=None) -> None:
