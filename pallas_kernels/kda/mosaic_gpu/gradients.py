@@ -228,11 +228,14 @@ def kernel(c: Chunks):
             anew = lax.optimization_barrier
             decay = functools.partial(exchange.load_row, decays, n=WIDTH)
 
-            def key():
-                return wide(load(k_s.at[group])) * rows(k_scale, part)
+            def key(scale=None):
+                scale = k_scale if scale is None else scale
+                return wide(load(k_s.at[group])) * rows(scale, part)
 
-            def unit_query():
-                return wide(anew(q16)) * rows(q_scale, part)
+            def query(scale=None):
+                """Times `scale` per token, or as the factors of pairs have it."""
+                scale = q_scale * c.scale if scale is None else scale
+                return wide(anew(q16)) * rows(scale, part)
 
             def seen():
                 return tiles.exp2_anew(within, 1.0, shift, sums)
@@ -247,7 +250,7 @@ def kernel(c: Chunks):
 
             key_tile, query_tile, column_tile = (x.at[group] for x in (keys_s, q_s, columns_s))
             key_tile[...] = (key() * seen()).astype(BF16)
-            query_tile[...] = (unit_query() * c.scale * seen()).astype(BF16)
+            query_tile[...] = (query() * seen()).astype(BF16)
             column_tile[...] = (key() * to_end()).astype(BF16)
             if c.packed:
                 unless_whole(c, place, of_same_document, ())
@@ -312,7 +315,7 @@ def kernel(c: Chunks):
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
             dlog = jnp.maximum(wide(load(key_tile)) * dk, -3e38)
-            dk = dk * seen() + rows(own_pair, part) * unit_query() * c.scale
+            dk = dk * seen() + query(own_pair * q_scale * c.scale)
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
             tiles.warpgroup_barrier()
@@ -332,30 +335,35 @@ def kernel(c: Chunks):
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
 
                 def by_halves(level, carry):
-                    dk, dlog = carry
+                    dk, dq, dlog = carry
                     e = blocks.to_middle(within, level)
                     x16 = (key() * e).astype(BF16)
-                    joined = blocks.of_level(near_delta, level)
-                    x = blocks.times(tiles.zeros(part), joined, x16, False)
+                    y16 = (query() * e).astype(BF16)
+                    read, delta = (blocks.of_level(x, level) for x in (near_read, near_delta))
+                    x = blocks.times(tiles.zeros(part), read, x16, False)
+                    dlog = dlog + wide(y16) * x
+                    dq = dq + x * e
+                    x = blocks.times(tiles.zeros(part), delta, x16, False)
                     dlog = dlog + wide(x16) * x
                     dk = dk + x * e
-                    x = blocks.times(tiles.zeros(part), joined, x16, True)
-                    y16 = (unit_query() * c.scale * e).astype(BF16)
-                    x = blocks.times(x, blocks.of_level(near_read, level), y16, True)
-                    return dk + x * e, dlog - wide(x16) * x
+                    x = blocks.times(tiles.zeros(part), delta, x16, True)
+                    x = blocks.times(x, read, y16, True)
+                    return dk + x * e, dq, dlog - wide(x16) * x
 
-                dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
+                carry = dk, tiles.zeros(part), dlog
+                dk, dq_near, dlog = lax.fori_loop(0, 4, by_halves, carry)
 
-            def finish(row, d, unit, scale):
-                """From the gradient of a vector over its norm that of the vector: only what is at
-                right angles to it passes."""
+            def finish(row, d, vector, scale, times):
+                """From the gradient of a vector times `scale`, one over its norm, and times
+                `times`, that of the vector: only what is at right angles to it passes."""
                 if not c.l2norm:
-                    return unless_whole(c, place, live_only, d)
-                rows_s.at[row, group][...] = jnp.sum(unit() * d, axis=1)
+                    return unless_whole(c, place, live_only, d * times)
+                rows_s.at[row, group][...] = jnp.sum(vector() * d, axis=1)
                 meet()
-                return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
+                along = exchanged(row) * scale * scale
+                return d * rows(scale * times, part) - vector(along)
 
-            dk = finish(_KEY, dk, key, k_scale)
+            dk = finish(_KEY, dk, key, k_scale, 1.0)
             tiles.warpgroup_barrier()
             key_tile[...] = dk.astype(BF16)
             plgpu.commit_smem()
@@ -366,21 +374,10 @@ def kernel(c: Chunks):
             if c.bounded:
                 dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
             dlog = dlog + wide(load(query_tile)) * dq
-            dq = dq * seen() + rows(own_pair, part) * key()
+            dq = dq * seen() + key(own_pair * k_scale)
             if not c.bounded:
-                near_read = near(read_pairs)
-
-                def by_halves(level, carry):
-                    dq, dlog = carry
-                    e = blocks.to_middle(within, level)
-                    x16 = (key() * e).astype(BF16)
-                    joined = blocks.of_level(near_read, level)
-                    x = blocks.times(tiles.zeros(part), joined, x16, False)
-                    y16 = (unit_query() * c.scale * e).astype(BF16)
-                    return dq + x * e, dlog + wide(y16) * x
-
-                dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
-            dq = finish(_QUERY, dq * c.scale, unit_query, q_scale)
+                dq = dq + dq_near
+            dq = finish(_QUERY, dq, query, q_scale, c.scale)
             tiles.warpgroup_barrier()
             query_tile[...] = dq.astype(BF16)
             plgpu.commit_smem()
