@@ -33,7 +33,7 @@ def stubbed(monkeypatch):
     monkeypatch.setattr(
         loop, "decoder_blueprint", lambda c: blueprint(Stub, c.optimiser, c.train.steps)
     )
-    monkeypatch.setattr(loop, "decoder_loss", stub_loss)
+    monkeypatch.setattr(loop, "decoder_loss", lambda graphdef, gapless: stub_loss(graphdef))
     monkeypatch.setattr(
         loop, "update_balancing", lambda state, stats, config: stub_rebalance(state, stats)
     )
