@@ -29,13 +29,13 @@ _NANO = (
     "model.moe.experts=0",
     "model.ffn.dense_width=128",
     "data.sequence_length=128",
-    "data.batch_size=8",
-    "data.sources=python:stdlib,task:recall:symbols=24",
+    "data.batch_size=4",
+    "data.sources=python:stdlib,task:recall:symbols=24:length=42",  # three documents a row
     "data.weights=1,1",
-    "train.steps=200",
-    "train.eval_every=100",
-    "train.eval_batches=32",
-    "train.checkpoint_every=50",
+    "train.steps=500",
+    "train.eval_every=250",
+    "train.eval_batches=64",
+    "train.checkpoint_every=100",
 )
 _MINI = (
     "model.d_model=256",
