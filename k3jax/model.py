@@ -160,10 +160,11 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: jax.Array) -> jax.Array:
         table = weight(self.embedding, jnp.dtype(self.config.dtype))
         if len(table) <= _ONE_HOT:
-            hot = jax.nn.one_hot(tokens, len(table), dtype=table.dtype)
-            if under_mesh():
-                hot = jax.sharding.reshard(hot, PartitionSpec(*spec_of(tokens), spec_of(table)[0]))
-            return matmul(hot, table)
+            layout = PartitionSpec(None, None, spec_of(table)[0]) if under_mesh() else None
+            places = jax.lax.broadcasted_iota(
+                tokens.dtype, (1, 1, len(table)), 2, out_sharding=layout
+            )
+            return matmul((tokens[..., None] == places).astype(table.dtype), table)
         if not under_mesh():
             return table[tokens]
         return table.at[tokens].get(out_sharding=PartitionSpec(*spec_of(tokens), None))

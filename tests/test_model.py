@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import k3jax.model
 from configs import CONFIGS
 from k3jax.config import (
     FeedForwardConfig,
@@ -168,8 +169,24 @@ def test_bfloat16_stays_near_float32_and_off_a_mesh():
     assert relative_rms(logits["bfloat16"], logits["float32"]) < 0.05
 
 
-def test_loss_is_the_cross_entropy_of_the_logits():
+def test_a_lookup_by_a_product_is_one_by_indices(monkeypatch):
+    with jax.enable_x64(True):
+        seed = np.random.SeedSequence().entropy
+        rng = np.random.default_rng(seed)
+        graphdef, params, balancing = randomised(OTHER, seed)
+        ids = np.sort(rng.integers(0, 3, (ROWS, LENGTH)), axis=1).astype(np.int32)
+        batch = batch_of(rng.integers(0, VOCAB, (4, 2, LENGTH)), ids)
+        products = loss_of(graphdef)(params, balancing, batch)
+        monkeypatch.setattr(k3jax.model, "_ONE_HOT", 0)
+        indices = loss_of.__wrapped__(graphdef)(params, balancing, batch)
+        for a, b in zip(*map(jax.tree.leaves, (products, indices)), strict=True):
+            assert relative_rms(a, b) < 1e-13, seed
+
+
+@pytest.mark.parametrize("logits", [1, 1 << 24], ids=["blocks", "whole"])
+def test_loss_is_the_cross_entropy_of_the_logits(monkeypatch, logits):
     """Blocks of tokens, a ragged last one, weights, and NaN where no weight is."""
+    monkeypatch.setattr(k3jax.model, "_LOSS_LOGITS", logits)
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         model = Decoder(dataclasses.replace(FULL, layers=1), rngs=nnx.Rngs(0))

@@ -33,6 +33,16 @@ def test_padding_behind_is_no_gap():
     assert not one_document(jnp.zeros((2, 0))).gaps
 
 
+def test_no_gaps_on_the_callers_word():
+    ids = jnp.array([[1, 1, 2, 0], [1, 0, 0, 0]], jnp.int32)
+    assert documents_of(ids, gapless=True).gaps is None
+    assert jax.jit(lambda ids: documents_of(ids, gapless=True))(ids).gaps is None
+    with jax.set_mesh(make_mesh()):
+        assert documents_of(ids, gapless=True).gaps is None
+    with pytest.raises(ValueError, match=r"padding at token 0 of row \(1,\) stands before"):
+        documents_of(ids.at[1].set(jnp.array([0, 1, 1, 0])), gapless=True)
+
+
 def test_the_mesh_changes_nothing():
     ids = jnp.array([[0, 1, 1, 0, 2], [1, 3, 3, 3, 0]], jnp.int32)
     alone = documents_of(ids)
