@@ -32,6 +32,7 @@ from pallas_kernels.kda.mosaic_gpu import (
     exchange,
     gradients,
     inverse,
+    masks,
     pieces,
     prepare,
     reverse,
@@ -195,13 +196,13 @@ def _buffer(kind):
     return Ref(blank.astype(dtype))
 
 
-class _Left(Exception):
+class _LeftError(Exception):
     """A program that ended itself."""
 
 
 def _leave_if(condition):
     if bool(condition):
-        raise _Left
+        raise _LeftError
 
 
 def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
@@ -218,7 +219,7 @@ def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
                 here.phases, here.program, here.group = {}, program[0], jnp.int32(g)
                 try:
                     body(*inputs, *outs, *buffers)
-                except _Left:
+                except _LeftError:
                     return
                 except BaseException as error:
                     errors.append(error)
@@ -441,7 +442,7 @@ def interpreted():
         ):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays)
+        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays, masks)
         for module in (*tools, prepare, scan, pieces, reverse, gradients):
             for name in ("load", "wide", "cols", "rows", "read", "exp2"):
                 if hasattr(module, name):

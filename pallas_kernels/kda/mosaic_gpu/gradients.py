@@ -26,8 +26,9 @@ from jax import lax
 
 from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
-from .chunks import Chunks, Place, live_rows, unless_whole
+from .chunks import Chunks, Place
 from .decays import of_log_decays
+from .masks import Masks
 from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows, wide
 
 WIDTH = 32
@@ -122,51 +123,30 @@ def kernel(c: Chunks):
                 target = array.at[place.row, tokens, place.head, own]
                 tiles.copy_rows(buffer, target, place.count)
 
-        def live():
-            return live_rows(c, place, token_labels(ROW) if c.packed else None, ROW)
-
-        def live_only(x):
-            return jnp.where(rows(live(), x.shape), x, 0.0)
-
-        def live_values(columns):
-            return [jnp.where(live(), x, 0.0) for x in columns]
-
-        def clear(*buffers):
-            """Zeros in the other rows of buffers, whatever stands there, NaN included."""
-
-            def mask(_):
-                for buffer in buffers:
-                    x = wide(load(buffer.at[group]))
-                    buffer.at[group][...] = live_only(x).astype(BF16)
-                tiles.warpgroup_barrier()
-                return ()
-
-            return mask
+        masks = Masks(c, place, token_labels)
 
         def pairs_of_same_document(x):
             columns = cols(jnp.abs(token_labels(COL)), square)
             return jnp.where(rows(jnp.abs(token_labels(ROW)), square) == columns, x, 0.0)
 
-        def of_same_document(_):
-            """Zeros in rows of dO and dV whose document is not the one live before the chunk, and of
-            U where it is not the one live after it: they are no concern of those states."""
+        def of_same_document(x):
+            """Zeros in rows of dO and dV whose document is not the one live before the chunk, and
+            of U where it is not the one live after it: no concern of those states."""
             send_rows(values_s.at[groups + group], dv_r)
             meet()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            labels = jnp.abs(token_labels(ROW))
             for buffer, label in (
                 (values_s.at[group], place.entry),
                 (values_s.at[groups + group], place.entry),
                 (u_s.at[group], place.exit),
             ):
-                x = wide(load(buffer))
-                buffer[...] = jnp.where(rows(labels == label, part), x, 0.0).astype(BF16)
-            return ()
+                buffer[...] = masks.of_document(wide(load(buffer)), label).astype(BF16)
+            return x
 
-        def rest_of_rows(_):
+        def rest_of_rows(x):
             for buffer, array in ((keys_s, dk_r), (q_s, dq_r), (g_s, dg_r)):
                 send_rows(buffer.at[group], array)
-            return ()
+            return x
 
         def chunk():
             fetch()
@@ -179,7 +159,7 @@ def kernel(c: Chunks):
             decays[0] = tiles.zeros((WIDTH,), COL) + 1.0
             sums[0] = tiles.zeros((WIDTH,), COL)
             plgpu.barrier_wait(raw_b)
-            unless_whole(c, place, clear(q_s, k_s), ())
+            masks.clear(q_s.at[group], k_s.at[group])
             q16 = load(q_s.at[group])
             if c.l2norm:
                 for row, x in ((_QUERY, q16), (_KEY, load(k_s.at[group]))):
@@ -188,13 +168,13 @@ def kernel(c: Chunks):
             g = log_decay(c, wide(load(g_s.at[group])), a, bias())
             if not c.bounded:
                 g = jnp.maximum(g, FLOOR)
-            within = blocks.cumsum(unless_whole(c, place, live_only, g))
+            within = blocks.cumsum(masks.tile(g))
             exchange.store_decays(within, decays)
 
             # Values: dV, in the place of dU.
             plgpu.barrier_wait(value_b)
             if c.packed:
-                unless_whole(c, place, clear(values_s), ())
+                masks.clear(values_s.at[group])
             mine = values_s.at[groups + group]
             dv = tiles.product(part, (load(inverse_s.T), mine))
             u = wide(load(u_s.at[group]))
@@ -213,18 +193,23 @@ def kernel(c: Chunks):
                 rows_s.at[_OWN, group][...] = blocks.diagonal(blocks.own(x))
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=tiles.TILE)
                 j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=tiles.TILE)
-                x = jnp.where(i > j, x, 0.0)
-                if c.packed:
-                    x = unless_whole(c, place, pairs_of_same_document, x)
+                x = masks.if_shared(pairs_of_same_document, jnp.where(i > j, x, 0.0))
                 pairs_s.at[group][...] = x.astype(BF16)
+
+            @pl.when(group == groups - 1)
+            def _():
+                raw = load(rows_s.at[*_STRENGTH], ROW)
+                dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
+                dbeta_r[place.out, block] = masks.vector(dbeta)
 
             # Keys and queries as their factors. Each use computes them anew: kept, they would not
             # fit the registers.
             q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
             k_scale = q_scale
             if c.l2norm:
-                scales = [lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY)]
-                q_scale, k_scale = unless_whole(c, place, live_values, scales)
+                q_scale, k_scale = (
+                    masks.vector(lax.rsqrt(exchanged(x) + 1e-6)) for x in (_QUERY, _KEY)
+                )
             anew = lax.optimization_barrier
             decay = functools.partial(exchange.load_row, decays, n=WIDTH)
 
@@ -252,8 +237,7 @@ def kernel(c: Chunks):
             key_tile[...] = (key() * seen()).astype(BF16)
             query_tile[...] = (query() * seen()).astype(BF16)
             column_tile[...] = (key() * to_end()).astype(BF16)
-            if c.packed:
-                unless_whole(c, place, of_same_document, ())
+            masks.if_shared(of_same_document)
             meet()
 
             own_pair = load(rows_s.at[_OWN, 0], ROW)
@@ -357,7 +341,7 @@ def kernel(c: Chunks):
                 """From the gradient of a vector times `scale`, one over its norm, and times
                 `times`, that of the vector: only what is at right angles to it passes."""
                 if not c.l2norm:
-                    return unless_whole(c, place, live_only, d * times)
+                    return masks.tile(d * times)
                 rows_s.at[row, group][...] = jnp.sum(vector() * d, axis=1)
                 meet()
                 along = exchanged(row) * scale * scale
@@ -389,7 +373,7 @@ def kernel(c: Chunks):
             through = load(through_s.at[own], COL)
             dlog = of_log_decays(c, dlog, leaves, states, through, sums)
             draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
-            draw, da = unless_whole(c, place, lambda x: jax.tree.map(live_only, x), (draw, da))
+            draw, da = (None if x is None else masks.tile(x) for x in (draw, da))
             tiles.warpgroup_barrier()
             for x, table in ((draw, decays), (da, sums)):
                 if x is not None:
@@ -400,12 +384,7 @@ def kernel(c: Chunks):
             g_s.at[group][...] = draw.astype(BF16)
             plgpu.commit_smem()
             send(g_box.at[group], dg_r)
-
-            raw = load(rows_s.at[*_STRENGTH], ROW)
-            dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
-            (dbeta_r[place.out, block],) = unless_whole(c, place, live_values, [dbeta])
-            if c.packed:
-                unless_whole(c, place, rest_of_rows, ())
+            masks.if_shared(rest_of_rows)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if c.packed:
