@@ -30,6 +30,7 @@ from pallas_kernels.kda.mosaic_gpu import (
     chunks,
     decays,
     exchange,
+    factors,
     gradients,
     inverse,
     masks,
@@ -59,6 +60,9 @@ class Ref:
     ndim = property(lambda self: len(self.shape))
     T = property(lambda self: Ref(self.base, self.dims, not self.turned))
     at = property(lambda self: _At(self))
+
+    def transpose(self, order):
+        return Turned(self, order)
 
     def window(self, index):
         index = index if isinstance(index, tuple) else (index,)
@@ -410,7 +414,6 @@ PLGPU = {
     "barrier_arrive": lambda barrier: barrier.arrive(),
     "broadcasted_iota": _iota,
     "layout_cast": lambda x, layout: x,
-    "transpose_ref": Turned,
 }
 LAX = {
     "fori_loop": _loop,
@@ -442,7 +445,7 @@ def interpreted():
         ):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays, masks)
+        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays, masks, factors)
         for module in (*tools, prepare, scan, pieces, reverse, gradients):
             for name in ("load", "wide", "cols", "rows", "read", "exp2"):
                 if hasattr(module, name):

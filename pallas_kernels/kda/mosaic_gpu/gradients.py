@@ -16,8 +16,6 @@ chunk counts for the later log decays alone, as a sum of its own: among saturate
 than their gradients by many orders. A warpgroup takes 32 channels of keys and 32 of values.
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -28,6 +26,7 @@ from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
 from .chunks import Chunks, Place
 from .decays import of_log_decays
+from .factors import Factors
 from .masks import Masks
 from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows, wide
 
@@ -69,7 +68,7 @@ def kernel(c: Chunks):
         own = pl.ds(pl.multiple_of(group * WIDTH, WIDTH), WIDTH)
 
         def meet():
-            """Both warpgroups: what either wrote is seen by the other."""
+            """All warpgroups: what any wrote is seen by the others."""
             plgpu.commit_smem()
             plgpu.barrier_arrive(met_b)
             plgpu.barrier_wait(met_b)
@@ -202,48 +201,21 @@ def kernel(c: Chunks):
                 dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
                 dbeta_r[place.out, block] = masks.vector(dbeta)
 
-            # Keys and queries as their factors. Each use computes them anew: kept, they would not
-            # fit the registers.
             q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
             k_scale = q_scale
             if c.l2norm:
                 q_scale, k_scale = (
                     masks.vector(lax.rsqrt(exchanged(x) + 1e-6)) for x in (_QUERY, _KEY)
                 )
-            anew = lax.optimization_barrier
-            decay = functools.partial(exchange.load_row, decays, n=WIDTH)
-
-            def key(scale=None):
-                scale = k_scale if scale is None else scale
-                return wide(load(k_s.at[group])) * rows(scale, part)
-
-            def query(scale=None):
-                """Times `scale` per token, or as the factors of pairs have it."""
-                scale = q_scale * c.scale if scale is None else scale
-                return wide(anew(q16)) * rows(scale, part)
-
-            def seen():
-                return tiles.exp2_anew(within, 1.0, shift, sums)
-
-            def to_end():
-                if c.bounded:
-                    return back() * cols(decay((1, 2, 3, 4)) * 2.0**shift, part)
-                return tiles.exp2(cols(blocks.last_row(within), part) - within)
-
-            def back():
-                return tiles.exp2_anew(within, -1.0, -shift, sums)
-
+            f = Factors(c, k_s.at[group], q16, k_scale, q_scale, within, shift, decays, sums)
             key_tile, query_tile, column_tile = (x.at[group] for x in (keys_s, q_s, columns_s))
-            key_tile[...] = (key() * seen()).astype(BF16)
-            query_tile[...] = (query() * seen()).astype(BF16)
-            column_tile[...] = (key() * to_end()).astype(BF16)
+            key_tile[...] = (f.key() * f.seen()).astype(BF16)
+            query_tile[...] = (f.query() * f.seen()).astype(BF16)
+            column_tile[...] = (f.key() * f.to_end()).astype(BF16)
             masks.if_shared(of_same_document)
             meet()
 
             own_pair = load(rows_s.at[_OWN, 0], ROW)
-
-            def after():
-                return decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
 
             plgpu.barrier_wait(state_b)
 
@@ -259,7 +231,7 @@ def kernel(c: Chunks):
                 the sum decays as the state would."""
                 x = from_state
                 for block, scale in ((0, (0, 1, 1, 1)), (1, (0, 0, 2, 2)), (2, (0, 0, 0, 3))):
-                    x = x * cols(decay(scale), part)
+                    x = x * cols(f.decay(scale), part)
                     places = tuple((w, block) if w > block else None for w in range(4))
                     x = blocks.shared_times(x, pairs, column_tile, places, (block,) * 4)
                 return x * 2.0**-shift
@@ -271,12 +243,12 @@ def kernel(c: Chunks):
                     places = tuple((block, w) if w < block else None for w in range(4))
                     x = from_columns(x, places, (block,) * 4)
                     if scale is not None:
-                        x = x * cols(decay(scale), part)
+                        x = x * cols(f.decay(scale), part)
                 return x * 2.0**-shift
 
             def outgoing():
                 """That of a column factor, from the state after the chunk."""
-                return with_state(u_s, dstates_s) * cols(after(), part)
+                return with_state(u_s, dstates_s) * cols(f.after(), part)
 
             def from_columns(x, places, of):
                 for pairs, tile in ((delta_pairs, key_tile), (read_pairs, query_tile)):
@@ -294,35 +266,35 @@ def kernel(c: Chunks):
             )
             tiles.warpgroup_barrier()
             if c.bounded:
-                dk = blocks.times(dk, near(delta_pairs), (key() * back()).astype(BF16), False)
+                dk = blocks.times(dk, near(delta_pairs), (f.key() * f.back()).astype(BF16), False)
             tiles.warpgroup_barrier()
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
             dlog = jnp.maximum(wide(load(key_tile)) * dk, -3e38)
-            dk = dk * seen() + query(own_pair * q_scale * c.scale)
+            dk = dk * f.seen() + f.query(own_pair * q_scale * c.scale)
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
             tiles.warpgroup_barrier()
-            dk = dk + outgoing() * to_end()
+            dk = dk + outgoing() * f.to_end()
             tiles.warpgroup_barrier()
             x = column_gradient()
             tiles.warpgroup_barrier()
             dlog = dlog - wide(load(column_tile)) * x
-            dk = dk + x * to_end()
+            dk = dk + x * f.to_end()
             tiles.warpgroup_barrier()
             if c.bounded:
                 x = from_columns(tiles.zeros(part), tuple((w, w) for w in range(4)), (0, 1, 2, 3))
                 tiles.warpgroup_barrier()
-                dlog = dlog - wide((key() * back()).astype(BF16)) * x
-                dk = dk + x * back()
+                dlog = dlog - wide((f.key() * f.back()).astype(BF16)) * x
+                dk = dk + x * f.back()
             else:
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
 
                 def by_halves(level, carry):
                     dk, dq, dlog = carry
                     e = blocks.to_middle(within, level)
-                    x16 = (key() * e).astype(BF16)
-                    y16 = (query() * e).astype(BF16)
+                    x16 = (f.key() * e).astype(BF16)
+                    y16 = (f.query() * e).astype(BF16)
                     read, delta = (blocks.of_level(x, level) for x in (near_read, near_delta))
                     x = blocks.times(tiles.zeros(part), read, x16, False)
                     dlog = dlog + wide(y16) * x
@@ -347,7 +319,7 @@ def kernel(c: Chunks):
                 along = exchanged(row) * scale * scale
                 return d * rows(scale * times, part) - vector(along)
 
-            dk = finish(_KEY, dk, key, k_scale, 1.0)
+            dk = finish(_KEY, dk, f.key, k_scale, 1.0)
             tiles.warpgroup_barrier()
             key_tile[...] = dk.astype(BF16)
             plgpu.commit_smem()
@@ -356,12 +328,12 @@ def kernel(c: Chunks):
             # Queries.
             dq = row_gradient(read_pairs, with_state(values_s, states_s))
             if c.bounded:
-                dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
+                dq = blocks.times(dq, near(read_pairs), (f.key() * f.back()).astype(BF16), False)
             dlog = dlog + wide(load(query_tile)) * dq
-            dq = dq * seen() + key(own_pair * k_scale)
+            dq = dq * f.seen() + f.key(own_pair * k_scale)
             if not c.bounded:
                 dq = dq + dq_near
-            dq = finish(_QUERY, dq, query, q_scale, c.scale)
+            dq = finish(_QUERY, dq, f.query, q_scale, c.scale)
             tiles.warpgroup_barrier()
             query_tile[...] = dq.astype(BF16)
             plgpu.commit_smem()
@@ -373,11 +345,11 @@ def kernel(c: Chunks):
             through = load(through_s.at[own], COL)
             dlog = of_log_decays(c, dlog, leaves, states, through, sums)
             draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
-            draw, da = (None if x is None else masks.tile(x) for x in (draw, da))
+            draw = masks.tile(draw)
             tiles.warpgroup_barrier()
-            for x, table in ((draw, decays), (da, sums)):
-                if x is not None:
-                    exchange.store_column_sums(x, table)
+            exchange.store_column_sums(draw, decays)
+            if da is not None:
+                exchange.store_column_sums(masks.tile(da), sums)
             tiles.warpgroup_barrier()
             target = sums_r.at[place.out, place.chunk, slice(None), own]
             exchange.store_totals(tables_s.at[group], target)

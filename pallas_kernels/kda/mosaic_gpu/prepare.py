@@ -78,7 +78,7 @@ def kernel(c: Chunks, with_inverse: bool):
             return program + turn * programs
 
         def by_token(box):
-            return plgpu.transpose_ref(box, (1, 0, 2))
+            return box.transpose((1, 0, 2))
 
         def fetch(array, place, head, box, barrier):
             tokens = pl.ds(place.first, CHUNK)
@@ -213,13 +213,13 @@ def kernel(c: Chunks, with_inverse: bool):
                     k_seen, q_seen = k * seen, q * seen
                     k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
                     k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
-                    near_l, near_p = list(near_l), list(near_p)
+                    sums_l, sums_p = list(near_l), list(near_p)
                     for level, i in HALVES:
                         e = blocks.to_middle(within, level)
                         x, y = (k * e).astype(BF16), (q * e).astype(BF16)
-                        near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
-                        near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
-                    near_l, near_p = tuple(near_l), tuple(near_p)
+                        sums_l[i] = blocks.pairs(sums_l[i], x, x, 2**level)
+                        sums_p[i] = blocks.pairs(sums_p[i], y, x, 2**level)
+                    near_l, near_p = tuple(sums_l), tuple(sums_p)
 
                 to_start = cols(before * 2.0**-shift, tile)
                 # In warp 0 nothing lies before: its block and those after it are the chunk.
@@ -238,12 +238,10 @@ def kernel(c: Chunks, with_inverse: bool):
                 exchange.store_first_warp(total, decay_s.at[channels])
                 tiles.warpgroup_barrier()
                 added = []
-                for i, scale in enumerate((from_0, from_1, None)):
-                    own_rows = (k_near, q_near)
-                    if scale is not None:
-                        scale = cols(scale, tile)
-                        own_rows = [(x * scale).astype(BF16) for x in (k_seen, q_seen)]
-                    added.append(blocks.shared_pairs(far[i], own_rows, columns, i))
+                for i, scale in enumerate((from_0, from_1)):
+                    decayed = [(x * cols(scale, tile)).astype(BF16) for x in (k_seen, q_seen)]
+                    added.append(blocks.shared_pairs(far[i], decayed, columns, i))
+                added.append(blocks.shared_pairs(far[2], (k_near, q_near), columns, 2))
                 return near_l, near_p, tuple(added)
 
             blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
