@@ -193,7 +193,7 @@ SPILLS = {
     "kda_gradients_bounded": 256,
     "kda_gradients_exact": 560,
     "kda_prepare_bounded": 48,
-    "kda_prepare_exact": 96,
+    "kda_prepare_exact": 112,
 }
 
 

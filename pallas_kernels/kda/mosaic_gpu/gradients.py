@@ -24,7 +24,7 @@ from jax import lax
 
 from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
-from .chunks import Chunks, Place
+from .chunks import Chunks, Place, entries
 from .decays import of_log_decays
 from .factors import Factors
 from .masks import Masks
@@ -62,7 +62,7 @@ def kernel(c: Chunks):
         raw_b, value_b, state_b, met_b = refs[34:]
         dt_s, through_s = (channels_s.at[i] for i in range(2))
         group = lax.axis_index("group")
-        place = Place(c, lax.axis_index("chunk"), tables_r)
+        place = Place(c, (index := lax.axis_index("chunk")), entries(c, index, tables_r))
         tokens = pl.ds(place.first, CHUNK)
         block = pl.ds(place.chunk * CHUNK, CHUNK)
         own = pl.ds(pl.multiple_of(group * WIDTH, WIDTH), WIDTH)

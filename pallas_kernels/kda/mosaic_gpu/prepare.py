@@ -29,7 +29,7 @@ from jax import lax
 
 from . import blocks, exchange, inverse, tiles
 from .activate import FLOOR, SHIFT, log_decay, write_strength
-from .chunks import Chunks, Place
+from .chunks import Chunks, Place, entries
 from .masks import Masks
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows, wide
 
@@ -73,6 +73,8 @@ def kernel(c: Chunks, with_inverse: bool):
         dt_s, decay_s = (channels_s.at[i] for i in range(2))
         program = lax.axis_index("program")
         items = c.rows * (used_r[0] if c.packed else c.chunks)
+        if c.packed:
+            tiles.leave_if(program >= items)
 
         def item(turn):
             return program + turn * programs
@@ -130,17 +132,18 @@ def kernel(c: Chunks, with_inverse: bool):
                 own_s[...] = own
             return q_scale, k_scale
 
-        def chunk(turn, _):
+        def chunk(turn, known):
             """One of this program's chunks; what the next one needs is fetched as soon as its
             buffers are free."""
-            place = Place(c, item(turn), tables_r)
+            place = Place(c, item(turn), known)
+            following = item(turn + 1)
+            known = entries(c, jnp.minimum(following, items - 1), tables_r)
             block = pl.ds(place.chunk * CHUNK, CHUNK)
             slot = jnp.bitwise_and(turn, 1)
             beta_s, labels_s = betas_s.at[slot], every_labels_s.at[slot]
 
             def before_next(fetch):
-                following = item(turn + 1)
-                pl.when(following < items)(lambda: fetch(Place(c, following, tables_r)))
+                pl.when(following < items)(lambda: fetch(Place(c, following, known)))
 
             masks = Masks(c, place, lambda layout: load(labels_s, layout))
 
@@ -317,13 +320,14 @@ def kernel(c: Chunks, with_inverse: bool):
 
             u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
-            return ()
+            return known
 
-        first = Place(c, item(0), tables_r)
+        known = entries(c, program, tables_r)
+        first = Place(c, program, known)
         fetch_gate(first)
         fetch_keys(first, 0)
         count = lax.div(items - program + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, count, chunk, ())
+        lax.fori_loop(0, count, chunk, known)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def shape(*sizes):
