@@ -59,26 +59,19 @@ class Place:
     """Where a program's chunk lies: row b, chunk n, head h, its first token and how many; `whole`
     if all 64 are real and of the one document that is live before and after them."""
 
-    def __init__(self, c: Chunks, index, entries: tuple):
+    def __init__(self, c: Chunks, index, tables):
         self.head = lax.rem(index, c.value_heads)
-        self.row, self.chunk = _row_and_chunk(c, index)
+        rest = lax.div(index, c.value_heads)
+        self.row = lax.rem(rest, c.batch)
+        self.chunk = lax.div(rest, c.batch)
         self.out = self.row * c.value_heads + self.head
         self.key_head = lax.div(self.head, c.value_heads // c.heads)
         if c.packed:
-            self.first, self.count, self.entry, self.exit, whole = entries
+            self.first, self.count, self.entry, self.exit, whole = (
+                tables[self.row, i, self.chunk] for i in range(5)
+            )
             self.whole = whole == 1
         else:
             self.first = self.chunk * CHUNK
             self.count = jnp.minimum(c.tokens - self.first, CHUNK)
             self.whole = self.count == CHUNK
-
-
-def _row_and_chunk(c: Chunks, index):
-    rest = lax.div(index, c.value_heads)
-    return lax.rem(rest, c.batch), lax.div(rest, c.batch)
-
-
-def entries(c: Chunks, index, tables) -> tuple:
-    """What `Place` has to know of a chunk from the tables of packed rows, and waits for."""
-    row, chunk = _row_and_chunk(c, index)
-    return tuple(tables[row, i, chunk] for i in range(5)) if c.packed else ()

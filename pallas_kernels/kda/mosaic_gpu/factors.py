@@ -37,10 +37,30 @@ class Factors:
         scale = self.key_scale if scale is None else scale
         return wide(load(self.keys)) * rows(scale, self.within.shape)
 
-    def query(self, scale=None):
-        scale = self.query_scale * self.c.scale if scale is None else scale
+    def unit_query(self, scale=None):
+        """The same; not times `c.scale`."""
+        scale = self.query_scale if scale is None else scale
         queries = lax.optimization_barrier(self.queries)
         return wide(queries) * rows(scale, self.within.shape)
+
+    # Numbers per token, multiplied first, save a product an element. With exact gates that takes
+    # registers which their loops lack.
+    def query(self):
+        if self.c.bounded:
+            return self.unit_query(self.query_scale * self.c.scale)
+        return self.unit_query() * self.c.scale
+
+    def times_key(self, x):
+        """A ROW times the keys."""
+        if self.c.bounded:
+            return self.key(x * self.key_scale)
+        return rows(x, self.within.shape) * self.key()
+
+    def times_query(self, x):
+        """A ROW times the queries' factors."""
+        if self.c.bounded:
+            return self.unit_query(x * self.query_scale * self.c.scale)
+        return rows(x, self.within.shape) * self.unit_query() * self.c.scale
 
     def decay(self, table):
         """COL: of the block that the table names for each warp."""

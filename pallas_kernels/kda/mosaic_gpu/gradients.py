@@ -24,7 +24,7 @@ from jax import lax
 
 from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
-from .chunks import Chunks, Place, entries
+from .chunks import Chunks, Place
 from .decays import of_log_decays
 from .factors import Factors
 from .masks import Masks
@@ -62,7 +62,7 @@ def kernel(c: Chunks):
         raw_b, value_b, state_b, met_b = refs[34:]
         dt_s, through_s = (channels_s.at[i] for i in range(2))
         group = lax.axis_index("group")
-        place = Place(c, (index := lax.axis_index("chunk")), entries(c, index, tables_r))
+        place = Place(c, lax.axis_index("chunk"), tables_r)
         tokens = pl.ds(place.first, CHUNK)
         block = pl.ds(place.chunk * CHUNK, CHUNK)
         own = pl.ds(pl.multiple_of(group * WIDTH, WIDTH), WIDTH)
@@ -134,12 +134,13 @@ def kernel(c: Chunks):
             send_rows(values_s.at[groups + group], dv_r)
             meet()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            labels = jnp.abs(token_labels(ROW))
             for buffer, label in (
                 (values_s.at[group], place.entry),
                 (values_s.at[groups + group], place.entry),
                 (u_s.at[group], place.exit),
             ):
-                buffer[...] = masks.of_document(wide(load(buffer)), label).astype(BF16)
+                buffer[...] = masks.rows_where(labels == label, wide(load(buffer))).astype(BF16)
             return x
 
         def rest_of_rows(x):
@@ -167,7 +168,7 @@ def kernel(c: Chunks):
             g = log_decay(c, wide(load(g_s.at[group])), a, bias())
             if not c.bounded:
                 g = jnp.maximum(g, FLOOR)
-            within = blocks.cumsum(masks.tile(g))
+            within = blocks.cumsum(masks.tiles(g))
             exchange.store_decays(within, decays)
 
             # Values: dV, in the place of dU.
@@ -195,18 +196,11 @@ def kernel(c: Chunks):
                 x = masks.if_shared(pairs_of_same_document, jnp.where(i > j, x, 0.0))
                 pairs_s.at[group][...] = x.astype(BF16)
 
-            @pl.when(group == groups - 1)
-            def _():
-                raw = load(rows_s.at[*_STRENGTH], ROW)
-                dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
-                dbeta_r[place.out, block] = masks.vector(dbeta)
-
             q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
             k_scale = q_scale
             if c.l2norm:
-                q_scale, k_scale = (
-                    masks.vector(lax.rsqrt(exchanged(x) + 1e-6)) for x in (_QUERY, _KEY)
-                )
+                scales = [lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY)]
+                q_scale, k_scale = masks.vectors(scales)
             f = Factors(c, k_s.at[group], q16, k_scale, q_scale, within, shift, decays, sums)
             key_tile, query_tile, column_tile = (x.at[group] for x in (keys_s, q_s, columns_s))
             key_tile[...] = (f.key() * f.seen()).astype(BF16)
@@ -271,7 +265,7 @@ def kernel(c: Chunks):
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
             dlog = jnp.maximum(wide(load(key_tile)) * dk, -3e38)
-            dk = dk * f.seen() + f.query(own_pair * q_scale * c.scale)
+            dk = dk * f.seen() + f.times_query(own_pair)
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
             tiles.warpgroup_barrier()
@@ -291,35 +285,34 @@ def kernel(c: Chunks):
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
 
                 def by_halves(level, carry):
-                    dk, dq, dlog = carry
+                    dk, dlog = carry
                     e = blocks.to_middle(within, level)
                     x16 = (f.key() * e).astype(BF16)
-                    y16 = (f.query() * e).astype(BF16)
-                    read, delta = (blocks.of_level(x, level) for x in (near_read, near_delta))
-                    x = blocks.times(tiles.zeros(part), read, x16, False)
-                    dlog = dlog + wide(y16) * x
-                    dq = dq + x * e
-                    x = blocks.times(tiles.zeros(part), delta, x16, False)
+                    joined = blocks.of_level(near_delta, level)
+                    x = blocks.times(tiles.zeros(part), joined, x16, False)
                     dlog = dlog + wide(x16) * x
                     dk = dk + x * e
-                    x = blocks.times(tiles.zeros(part), delta, x16, True)
-                    x = blocks.times(x, read, y16, True)
-                    return dk + x * e, dq, dlog - wide(x16) * x
+                    x = blocks.times(tiles.zeros(part), joined, x16, True)
+                    y16 = (f.query() * e).astype(BF16)
+                    x = blocks.times(x, blocks.of_level(near_read, level), y16, True)
+                    return dk + x * e, dlog - wide(x16) * x
 
-                carry = dk, tiles.zeros(part), dlog
-                dk, dq_near, dlog = lax.fori_loop(0, 4, by_halves, carry)
+                dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
 
-            def finish(row, d, vector, scale, times):
+            def finish(row, d, factor, unit, scale, times):
                 """From the gradient of a vector times `scale`, one over its norm, and times
                 `times`, that of the vector: only what is at right angles to it passes."""
                 if not c.l2norm:
-                    return masks.tile(d * times)
-                rows_s.at[row, group][...] = jnp.sum(vector() * d, axis=1)
+                    return masks.tiles(d * times)
+                if not c.bounded:
+                    d, factor = d * times, unit
+                rows_s.at[row, group][...] = jnp.sum(factor() * d, axis=1)
                 meet()
-                along = exchanged(row) * scale * scale
-                return d * rows(scale * times, part) - vector(along)
+                if c.bounded:
+                    return d * rows(scale * times, part) - unit(exchanged(row) * scale * scale)
+                return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
 
-            dk = finish(_KEY, dk, f.key, k_scale, 1.0)
+            dk = finish(_KEY, dk, f.key, f.key, k_scale, 1.0)
             tiles.warpgroup_barrier()
             key_tile[...] = dk.astype(BF16)
             plgpu.commit_smem()
@@ -330,10 +323,21 @@ def kernel(c: Chunks):
             if c.bounded:
                 dq = blocks.times(dq, near(read_pairs), (f.key() * f.back()).astype(BF16), False)
             dlog = dlog + wide(load(query_tile)) * dq
-            dq = dq * f.seen() + f.key(own_pair * k_scale)
+            dq = dq * f.seen() + f.times_key(own_pair)
             if not c.bounded:
-                dq = dq + dq_near
-            dq = finish(_QUERY, dq, f.query, q_scale, c.scale)
+                near_read = near(read_pairs)
+
+                def by_halves(level, carry):
+                    dq, dlog = carry
+                    e = blocks.to_middle(within, level)
+                    x16 = (f.key() * e).astype(BF16)
+                    joined = blocks.of_level(near_read, level)
+                    x = blocks.times(tiles.zeros(part), joined, x16, False)
+                    y16 = (f.query() * e).astype(BF16)
+                    return dq + x * e, dlog + wide(y16) * x
+
+                dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
+            dq = finish(_QUERY, dq, f.query, f.unit_query, q_scale, c.scale)
             tiles.warpgroup_barrier()
             query_tile[...] = dq.astype(BF16)
             plgpu.commit_smem()
@@ -345,17 +349,21 @@ def kernel(c: Chunks):
             through = load(through_s.at[own], COL)
             dlog = of_log_decays(c, dlog, leaves, states, through, sums)
             draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
-            draw = masks.tile(draw)
+            draw, da = masks.tiles((draw, da))
             tiles.warpgroup_barrier()
             exchange.store_column_sums(draw, decays)
             if da is not None:
-                exchange.store_column_sums(masks.tile(da), sums)
+                exchange.store_column_sums(da, sums)
             tiles.warpgroup_barrier()
             target = sums_r.at[place.out, place.chunk, slice(None), own]
             exchange.store_totals(tables_s.at[group], target)
             g_s.at[group][...] = draw.astype(BF16)
             plgpu.commit_smem()
             send(g_box.at[group], dg_r)
+
+            raw = load(rows_s.at[*_STRENGTH], ROW)
+            dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
+            dbeta_r[place.out, block] = masks.vectors(dbeta)
             masks.if_shared(rest_of_rows)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

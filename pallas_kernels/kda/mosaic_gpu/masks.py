@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -35,16 +36,30 @@ class Masks:
         real = index < self.place.count
         return real & (self.labels(layout) > 0) if self.c.packed else real
 
+    @staticmethod
+    def rows_where(mask, x):
+        """A TILE of f32 with zeros in rows that a ROW does not name."""
+        return jnp.where(rows(mask, x.shape), x, 0.0)
+
     def _rows(self, x):
-        return jnp.where(rows(self._real(ROW), x.shape), x, 0.0)
+        return self.rows_where(self._real(ROW), x)
 
-    def tile(self, x):
-        """A TILE of f32 with zeros at tokens that are not the chunk's own, real ones."""
-        return self.unless_whole(self._rows, x)
+    def tiles(self, x):
+        """A tree of TILEs of f32 with zeros at tokens that are not the chunk's own, real ones."""
+        return self.unless_whole(lambda x: jax.tree.map(self._rows, x), x)
 
-    def vector(self, x, layout=ROW):
-        """The same of a value per token."""
-        return self.unless_whole(lambda x: jnp.where(self._real(layout), x, 0.0), x)
+    def vectors(self, x, layouts=ROW):
+        """The same of values per token; `layouts`: theirs, or a tree of theirs."""
+
+        def one(x, layout):
+            return jnp.where(self._real(layout), x, 0.0)
+
+        def mask(x):
+            if layouts is ROW:
+                return jax.tree.map(lambda y: one(y, ROW), x)
+            return jax.tree.map(one, x, layouts)
+
+        return self.unless_whole(mask, x)
 
     def clear(self, *buffers) -> None:
         """The same in shared memory, tiles of bf16, whatever stands there, NaN included."""
@@ -56,7 +71,3 @@ class Masks:
             return x
 
         self.unless_whole(mask)
-
-    def of_document(self, x, label):
-        """A TILE of f32 with zeros in rows of other documents, in a mask of `if_shared`."""
-        return jnp.where(rows(jnp.abs(self.labels(ROW)) == label, x.shape), x, 0.0)

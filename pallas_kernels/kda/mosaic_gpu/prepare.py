@@ -29,7 +29,7 @@ from jax import lax
 
 from . import blocks, exchange, inverse, tiles
 from .activate import FLOOR, SHIFT, log_decay, write_strength
-from .chunks import Chunks, Place, entries
+from .chunks import Chunks, Place
 from .masks import Masks
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows, wide
 
@@ -73,8 +73,6 @@ def kernel(c: Chunks, with_inverse: bool):
         dt_s, decay_s = (channels_s.at[i] for i in range(2))
         program = lax.axis_index("program")
         items = c.rows * (used_r[0] if c.packed else c.chunks)
-        if c.packed:
-            tiles.leave_if(program >= items)
 
         def item(turn):
             return program + turn * programs
@@ -132,18 +130,17 @@ def kernel(c: Chunks, with_inverse: bool):
                 own_s[...] = own
             return q_scale, k_scale
 
-        def chunk(turn, known):
+        def chunk(turn, _):
             """One of this program's chunks; what the next one needs is fetched as soon as its
             buffers are free."""
-            place = Place(c, item(turn), known)
-            following = item(turn + 1)
-            known = entries(c, jnp.minimum(following, items - 1), tables_r)
+            place = Place(c, item(turn), tables_r)
             block = pl.ds(place.chunk * CHUNK, CHUNK)
             slot = jnp.bitwise_and(turn, 1)
             beta_s, labels_s = betas_s.at[slot], every_labels_s.at[slot]
 
             def before_next(fetch):
-                pl.when(following < items)(lambda: fetch(Place(c, following, known)))
+                following = item(turn + 1)
+                pl.when(following < items)(lambda: fetch(Place(c, following, tables_r)))
 
             masks = Masks(c, place, lambda layout: load(labels_s, layout))
 
@@ -151,8 +148,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 """Kd, Qd, Kr and the decay, without rows of documents other than the one live
                 before, or after, the chunk."""
                 kd, qd, kr, total = x
-                kd, qd = (masks.of_document(y, place.entry) for y in (kd, qd))
-                kr = masks.of_document(kr, place.exit)
+                labels = jnp.abs(load(labels_s, ROW))
+                kd, qd = (masks.rows_where(labels == place.entry, y) for y in (kd, qd))
+                kr = masks.rows_where(labels == place.exit, kr)
                 return kd, qd, kr, jnp.where(place.entry == place.exit, total, 0.0)
 
             def pairs_of_same_document(parts):
@@ -187,7 +185,7 @@ def kernel(c: Chunks, with_inverse: bool):
                 g = log_decay(c, wide(load(g_s.at[s])), a, dt)
                 if not c.bounded:
                     g = jnp.maximum(g, FLOOR)
-                within = blocks.cumsum(masks.tile(g), shift)
+                within = blocks.cumsum(masks.tiles(g), shift)
                 table = decays_s.at[lax.rem(s, 2)]
                 exchange.store_decays(within, table, shift)
                 k = wide(load(k_s.at[s]))
@@ -286,9 +284,8 @@ def kernel(c: Chunks, with_inverse: bool):
             plgpu.wait_smem_to_gmem(2, wait_read_only=True)
             before_next(lambda place: fetch_keys(place, 1 - slot))
 
-            beta, beta_cols = (
-                masks.vector(write_strength(c, load(beta_s, x), x), x) for x in (ROW, COL)
-            )
+            betas = [write_strength(c, load(beta_s, x), x) for x in (ROW, COL)]
+            beta, beta_cols = masks.vectors(betas, [ROW, COL])
             strength = rows(beta, compact)
             A = inverse.of_chunk(
                 near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s
@@ -320,14 +317,13 @@ def kernel(c: Chunks, with_inverse: bool):
 
             u_accs = (plgpu.ACC((CHUNK, CHUNK), F32) for _ in range(V // CHUNK))
             pl.run_scoped(finish, plgpu.ACC((CHUNK, K), F32), *u_accs)
-            return known
+            return ()
 
-        known = entries(c, program, tables_r)
-        first = Place(c, program, known)
+        first = Place(c, item(0), tables_r)
         fetch_gate(first)
         fetch_keys(first, 0)
         count = lax.div(items - program + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, count, chunk, known)
+        lax.fori_loop(0, count, chunk, ())
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def shape(*sizes):
