@@ -11,11 +11,11 @@ then holds `report.md`, `results.csv`, `loss.png` and `axis.png`, beside a folde
 
 Runs that differ in seeds and peak learning rate alone are trained as one program, compiled once: as
 many as have 256 MiB of parameters and optimiser state (15 of `nano`, one of `mini`), or as
-`--together` says; `--together=1` for none. Four runs of a model of width 32 took 77 s to compile
-instead of 4 x 45 s, and 2.43 instead of 4 x 0.66 s of CPU a step (two shared cores, 2026-11-30): on
-a CPU compilation is what is spared; a GPU is not measured yet. `--only` makes some of the runs, on
-whatever machine; where every run's `result.json` and `metrics.jsonl` are in place, the command
-writes the report from them alone.
+`--together` says, and no more than keep all `--devices` busy; `--together=1` for none. Four runs of
+a model of width 32 took 77 s to compile instead of 4 x 45 s, and 2.43 instead of 4 x 0.66 s of CPU
+a step (two shared cores, 2026-11-30): on a CPU compilation is what is spared; a GPU is not measured
+yet. `--only` makes some of the runs, on whatever machine; where every run's `result.json` and
+`metrics.jsonl` are in place, the command writes the report from them alone.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def run() -> int:
         raise ValueError(f"--only = {','.join(unknown)!r}: must be of {', '.join(names)}")
     claim(workdir, name, study, runs)
     chosen = [r for r in runs if ONLY.value is None or r.name in ONLY.value]
-    parts = unfinished(groups(chosen, TOGETHER.value), workdir)
-    if DEVICES.value > 1 and ONLY.value is None:
+    devices = DEVICES.value if ONLY.value is None else 1
+    parts = unfinished(groups(chosen, TOGETHER.value, devices), workdir)
+    if devices > 1:
         command = ["-m", "experiments.ablate", *sys.argv[1:]]
-        if code := spread(parts, workdir, command, DEVICES.value):
+        if code := spread(parts, workdir, command, devices):
             return code
     elif parts:
         cache = corpora()

@@ -19,7 +19,7 @@ from k3jax.config import ModelConfig
 from k3jax.layers.attn_res import AttentionResidual, Depth, depth_of
 from k3jax.layers.block import PROBES, Stream, SuperBlock
 from k3jax.layers.documents import Documents, one_document
-from k3jax.layers.linear import gain, island, matrix, normal, rms_norm
+from k3jax.layers.linear import gain, island, matmul, matrix, normal, rms_norm
 from k3jax.layers.row_cache import check
 from k3jax.layers.stats import Stats
 from k3jax.parallel.local import local
@@ -27,7 +27,11 @@ from k3jax.params import ParamSpec, check_layout, declare, initialise, stack, we
 from k3jax.sharding import Rules, spec_of, under_mesh
 from k3jax.stacking import segments, stored_sources
 
-_LOSS_TOKENS = 1024  # tokens whose logits exist at one time while the loss is computed
+# Logits that exist at one time while the loss is computed: of this many tokens, or so many numbers.
+_LOSS_TOKENS, _LOSS_LOGITS = 1024, 1 << 24
+# Vocabularies that are looked up by a product: where many tokens share few rows, a scatter-add, the
+# gradient of a gather, takes longer on a GPU than all else, and adds in the dtype of the table.
+_ONE_HOT = 1024
 
 
 class Decoder(nnx.Module):
@@ -155,6 +159,11 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         table = weight(self.embedding, jnp.dtype(self.config.dtype))
+        if len(table) <= _ONE_HOT:
+            hot = jax.nn.one_hot(tokens, len(table), dtype=table.dtype)
+            if under_mesh():
+                hot = jax.sharding.reshard(hot, PartitionSpec(*spec_of(tokens), spec_of(table)[0]))
+            return matmul(hot, table)
         if not under_mesh():
             return table[tokens]
         return table.at[tokens].get(out_sharding=PartitionSpec(*spec_of(tokens), None))
@@ -194,7 +203,8 @@ def token_scores(
     """What the model makes of `targets [B, T]` given `hidden [B, T, d]`, `[B, T]` each.
 
     The negative log-likelihood in nats, and whether no other token is more probable (bool). At most
-    `_LOSS_TOKENS` tokens have their logits in memory at one time, in the backward pass too.
+    `_LOSS_TOKENS` tokens, or `_LOSS_LOGITS` logits, are in memory at one time, in the backward pass
+    too.
     """
     head = model.head_matrix()
     axis = spec_of(head)[1] if under_mesh() else None
@@ -210,7 +220,8 @@ def _blockwise_scores(
     Of the logits only sums and maxima per token leave a device.
     """
     count, width = targets.size, hidden.shape[-1]
-    blocks = max(-(-count // _LOSS_TOKENS), 1)
+    most = max(_LOSS_TOKENS, _LOSS_LOGITS // head.shape[1])
+    blocks = max(-(-count // most), 1)
     size = -(-count // blocks)
     spare = blocks * size - count
     first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from experiments.ablation.plan import Run, flops_after
 from experiments.ablation.statistics import Figures, paired, residual, verdict
 from experiments.ablation.study import Metric, Study, deciding
 from k3jax.flags import differences
-from k3jax.train.metrics import read_metrics
+from k3jax.train.metrics import FILE, read_metrics
 from k3jax.train.workdir import write_whole
 
 EQUAL = {
@@ -39,10 +39,10 @@ def report(
 ) -> str:
     """Writes everything to `workdir`; returns the text of `report.md`."""
     _csv(found, workdir / "results.csv")
-    _curves(study, runs, workdir)
+    drawn = _curves(study, runs, workdir)
     figures = {metric: by_label(study, metric, found) for metric in deciding(study, runs[0].config)}
     _against_axis(study, figures, workdir / "axis.png")
-    text = _text(name, study, runs, found, figures)
+    text = _text(name, study, runs, found, figures, drawn)
     write_whole(workdir / "report.md", text)
     return text
 
@@ -63,6 +63,7 @@ def _text(
     runs: Sequence[Run],
     found: list[dict[str, Any]],
     figures: dict[Metric, Figures],
+    drawn: list[tuple[str, int]],
 ) -> str:
     first = runs[0].config
     data = first.data
@@ -89,12 +90,12 @@ def _text(
                 f"No run of {study.reference}, the reference, has {metric.name}: no verdict yet.",
                 "",
             ]
-        without = [record for record in found if record.get(metric.name) is None]
-        if without:
-            names = ", ".join(f"{record['label']} (seed {record['seed']})" for record in without)
+        if names := _named(record for record in found if record.get(metric.name) is None):
             lines += [f"Left out, as {metric.name} is not finite or not there: {names}.", ""]
     lines += _table(study, runs, found, figures)
     lines += ["", "![loss](loss.png)", "", "![axis](axis.png)", "", CAPTION, ""]
+    if names := _named(r for r in found if (r["label"], r["seed"]) not in drawn):
+        lines += [f"Not in loss.png, as {FILE} is not there or ends early: {names}.", ""]
     lines += ["Settings in which the points differ from the reference:", ""]
     reference = next(run for run in runs if run.label == study.reference)
     for run in runs:
@@ -138,6 +139,11 @@ def _table(
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
+def _named(records: Iterable[dict[str, Any]]) -> str:
+    """The runs of `records`; empty without any."""
+    return ", ".join(f"{record['label']} (seed {record['seed']})" for record in records)
+
+
 def _mean(values: list[float]) -> str:
     """Of the seeds, with their standard deviation."""
     if not values:
@@ -155,25 +161,31 @@ def _csv(found: list[dict[str, Any]], path: Path) -> None:
     write_whole(path, text.getvalue())
 
 
-def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:
+def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> list[tuple[str, int]]:
     """Training loss against tokens and against FLOPs: the mean over seeds, and their spread.
 
-    Of a point's runs, those that have come furthest, where all of them have a figure.
+    Of a point's runs, those that have come furthest, where all of them have a figure. Returns the
+    label and seed of each run that is drawn.
     """
+    drawn = []
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for place, point in enumerate(study.points):
         mine = [run for run in runs if run.label == point.label]
         records = [read_metrics(run.folder(workdir)) for run in mine]
         last = max((r["step"] for rs in records for r in rs), default=0)
-        furthest = [rs for rs in records if rs and rs[-1]["step"] == last]
-        curves = [
-            {r["step"]: r["bits_per_byte"] for r in rs if r.get("bits_per_byte") is not None}
-            for rs in furthest
-        ]
+        furthest = {
+            run.seed: {
+                r["step"]: r["bits_per_byte"] for r in rs if r.get("bits_per_byte") is not None
+            }
+            for run, rs in zip(mine, records, strict=True)
+            if rs and rs[-1]["step"] == last
+        }
+        curves = list(furthest.values())
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         if not steps:
             continue
+        drawn += [(point.label, seed) for seed in furthest]
         values = np.array([[curve[step] for step in steps] for curve in curves])
         config = mine[0].config
         tokens = [config.data.tokens_after(step) for step in steps]
@@ -189,6 +201,7 @@ def _curves(study: Study, runs: Sequence[Run], workdir: Path) -> None:
         axes.grid(alpha=0.3)
     left.legend(fontsize="small")
     figure.savefig(workdir / "loss.png", dpi=150, metadata={"Software": None})
+    return drawn
 
 
 def _against_axis(study: Study, figures: dict[Metric, Figures], path: Path) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -95,17 +96,19 @@ def _refuse_other_settings(workdir: Path, run: Run, old: ExperimentConfig) -> No
         )
 
 
-def groups(runs: Sequence[Run], most: int) -> list[list[Run]]:
+def groups(runs: Sequence[Run], most: int, devices: int = 1) -> list[list[Run]]:
     """The runs in groups that are trained as one program each, in the order of their first runs.
 
     Runs that differ in seeds and peak rate alone belong together if they have one device: at most
-    `most` of them, or, where that is 0, as many as have `TOGETHER` bytes of training state.
+    `most` of them, or, where that is 0, as many as have `TOGETHER` bytes of training state; and no
+    more than one of `devices` has to make, so that none of them is idle.
     """
+    share = math.ceil(len(runs) / devices)
     found: dict[ExperimentConfig, list[list[Run]]] = {}
     order: list[list[Run]] = []
     for run in runs:
         parts = found.setdefault(alike(run.config), [])
-        if not parts or len(parts[-1]) >= _room(run.config, most):
+        if not parts or len(parts[-1]) >= min(_room(run.config, most), share):
             parts.append([])
             order.append(parts[-1])
         parts[-1].append(run)

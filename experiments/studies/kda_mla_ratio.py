@@ -29,15 +29,30 @@ _NANO = (
     "model.moe.experts=0",
     "model.ffn.dense_width=128",
     "data.sequence_length=128",
-    "data.batch_size=8",
-    "data.sources=python:stdlib,task:recall:symbols=24",
+    "data.batch_size=4",
+    "data.sources=python:stdlib,task:recall:symbols=24:length=42",  # three documents a row
     "data.weights=1,1",
-    "train.steps=200",
-    "train.eval_every=100",
-    "train.eval_batches=32",
-    "train.checkpoint_every=50",
+    "train.steps=500",
+    "train.eval_every=250",
+    "train.eval_batches=64",
+    "train.checkpoint_every=100",
 )
-_MINI = ("data.sources=python:site-packages,task:recall:shortest=128", "data.weights=9,1")
+_MINI = (
+    "model.d_model=256",
+    "model.kda.heads=2",
+    "model.kda.decay_rank=64",
+    "model.mla.heads=2",
+    "model.residual.kind=plain",
+    "model.moe.experts=0",
+    "model.ffn.dense_width=1216",
+    "model.unroll=true",
+    "data.sources=python:site-packages,task:recall:shortest=32:length=512",
+    "data.weights=9,1",
+    "train.steps=920",
+    "train.eval_every=0",
+    "train.eval_batches=32",
+    "train.checkpoint_every=920",
+)
 
 STUDY = Study(
     question="Which ratio of KDA to full-attention layers gives the lowest loss at equal size?",

@@ -25,8 +25,11 @@ from k3jax.layers.linear import island
 from k3jax.parallel.context import gather_tokens
 from k3jax.parallel.local import local
 from k3jax.sharding import SEQUENCE, sequence_axis, spec_of, under_mesh
+from pallas_kernels.dispatch import current_platform
 
 BLOCK = 128  # tokens; a block of scores is [B, H, BLOCK, BLOCK]
+# A GPU waits for the host at every turn of a loop whose length is not known before.
+BLOCK_ON_GPU = 512
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +106,7 @@ def attention(
     seen: Visibility,
     *,
     scale: float,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention of `q [B, Tq, H, D]` over `k [B, Tk, HK, D]` and `v [B, Tk, HK, V]`.
 
@@ -119,7 +122,8 @@ def attention(
     - `max_logit [B, H]`: the largest `scale * q·k` over visible pairs, -inf where there is none. It
       carries no gradient.
 
-    `block` bounds the tokens of a block of queries or keys. Lengths that it divides need no copy.
+    `block` bounds the tokens of a block of queries or keys, by default as the platform likes it.
+    Lengths that it divides need no copy.
     Raises `ValueError` for shapes or dtypes that do not fit.
     """
     _check(q, k, v, seen)
@@ -128,6 +132,7 @@ def attention(
     if 0 in (B, Tq, Tk):
         wide = island(q.dtype)
         return jnp.zeros((B, Tq, H, V), wide), jnp.full((B, H), -jnp.inf, wide)
+    block = block or (BLOCK_ON_GPU if current_platform() == "gpu" else BLOCK)
     bq, bk = _block_size(Tq, block), _block_size(Tk, block)
     q = q.reshape(B, Tq, HK, H // HK, -1)
     padded = Visibility(

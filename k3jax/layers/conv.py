@@ -46,9 +46,12 @@ def short_conv(
         padded = jax.tree.map(_joined, before, x)
     # The place in the row of the first real token.
     first = documents.before.here(axis).tokens[:, None]
-    y = jax.lax.cond(documents.gaps, _with_gaps, _gapless, padded, taps, documents, first)
-    after = jax.tree.map(lambda a, t: a.astype(t.dtype), after, tail)
-    return jax.tree.map(jax.nn.silu, y), after
+    arguments = padded, taps, documents, first
+    if documents.gaps is None:
+        y = _gapless(*arguments)
+    else:
+        y = jax.lax.cond(documents.gaps, _with_gaps, _gapless, *arguments)
+    return y, jax.tree.map(lambda a, t: a.astype(t.dtype), after, tail)
 
 
 def _joined(before: jax.Array, x: jax.Array) -> jax.Array:
@@ -81,6 +84,7 @@ def _with_gaps(padded: Streams, taps: Streams, documents: Documents, first: jax.
     return jax.tree.map(stream, padded, taps)
 
 
+@jax.checkpoint  # the backward pass saves the inputs alone
 def _convolve(
     padded: jax.Array,
     taps: jax.Array,
@@ -95,7 +99,7 @@ def _convolve(
         window = jax.lax.slice_in_dim(padded, width - 1 - back, width - 1 - back + length, axis=1)
         inside = (positions >= back) | (places < back)  # in the document, or in the row's tail
         total += jnp.where((inside & (segment_ids > 0))[..., None], window, 0) * taps[-1 - back]
-    return total
+    return jax.nn.silu(total)
 
 
 def _last(padded: jax.Array, documents: Documents) -> jax.Array:

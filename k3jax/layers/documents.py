@@ -28,13 +28,14 @@ class Documents:
     document precede a token. `order [B, T]` int32: the token indices of the row, or of each shard
     of a split one, real tokens first, in order. `gaps`: bool scalar, whether padding stands before
     a real token in any row or shard, so that a token's predecessor is not simply its left
-    neighbour. `before`: what stands before each shard, and before the row's end.
+    neighbour; None where it is known that none does. `before`: what stands before each shard, and
+    before the row's end.
     """
 
     segment_ids: jax.Array
     positions: jax.Array
     order: jax.Array
-    gaps: jax.Array
+    gaps: jax.Array | None
     before: Before
 
     @property
@@ -48,11 +49,13 @@ class Documents:
         return self.real & (self.positions == 0)
 
 
-def documents_of(segment_ids: jax.Array) -> Documents:
+def documents_of(segment_ids: jax.Array, gapless: bool = False) -> Documents:
     """The `Documents` of `segment_ids [B, T]`.
 
-    Raises `ValueError` for a wrong shape or dtype, and, where the values are concrete, for negative
-    ids or ids that decrease along a row.
+    `gapless` is the caller's word that padding stands at the ends of rows alone: programs then do
+    without the way that gaps need, which no compiler can know to be idle. Raises `ValueError` for a
+    wrong shape or dtype, and, where the values are concrete, for negative ids, ids that decrease
+    along a row, or a gap where there should be none.
     """
     if segment_ids.ndim != 2 or segment_ids.dtype != jnp.int32:
         raise ValueError(
@@ -60,8 +63,11 @@ def documents_of(segment_ids: jax.Array) -> Documents:
         )
     if concrete(segment_ids):
         _check_values(np.asarray(segment_ids))
+        if gapless:
+            check_gapless(np.asarray(segment_ids))
     if not under_mesh():
-        return _documents(segment_ids, None)
+        found = _documents(segment_ids, None)
+        return dataclasses.replace(found, gaps=None) if gapless else found
     axis, spec = sequence_axis(segment_ids), spec_of(segment_ids)
     whole = PartitionSpec(spec[0], None)
     ids, positions, order, gaps, *before = local(
@@ -69,13 +75,24 @@ def documents_of(segment_ids: jax.Array) -> Documents:
         segment_ids,
         out_specs=[*(spec,) * 4, *(whole,) * 3],
     )
-    gaps = jax.sharding.reshard(jnp.any(gaps), PartitionSpec())
-    return Documents(ids, positions, order, gaps, Before(*before))
+    anywhere = None if gapless else jax.sharding.reshard(jnp.any(gaps), PartitionSpec())
+    return Documents(ids, positions, order, anywhere, Before(*before))
 
 
 def one_document(tokens: jax.Array) -> Documents:
     """Rows of one document each, without padding, laid out as `tokens [B, T]` are."""
     return documents_of(jnp.ones_like(tokens, jnp.int32))
+
+
+def check_gapless(ids: np.ndarray) -> None:
+    """Raises `ValueError` where padding stands before a real token in `ids [..., T]`."""
+    gaps = (ids[..., 1:] > 0) & (ids[..., :-1] == 0)
+    if gaps.any():
+        *row, column = np.argwhere(gaps)[0]
+        raise ValueError(
+            f"segment_ids: padding at token {column} of row {tuple(map(int, row))} stands before a "
+            "real token, must be at the ends of rows"
+        )
 
 
 def _check_values(ids: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from k3jax.config import KDAConfig, OptimiserRule
+from k3jax.config import KDAConfig, OptimiserRule, OutputGate
 from k3jax.layers.conv import short_conv
 from k3jax.layers.documents import Documents, documents_of
 from k3jax.layers.linear import (
@@ -171,8 +171,8 @@ class KimiDeltaAttention(nnx.Module):
         beta = project(x, self.beta) if hasattr(self, "beta") else None
         state = None if cache is None else cache.state
         o, state = self._recur(streams, gate, beta, state, documents)
-        normed = rms_norm(o.astype(island(o.dtype)), self.norm[...], self.norm_eps)
-        gated = self._output_gate(x, normed).astype(x.dtype)
+        kind = self.config.output_gate
+        gated = _gated(o, self._output_gate(x), self.norm[...], self.norm_eps, kind)
         y = project(merge_heads(gated), self.out)
         y = jnp.where(documents.real[..., None], y, 0)
         stats: Stats = {}
@@ -298,14 +298,24 @@ class KimiDeltaAttention(nnx.Module):
             out_specs=(spec_of(v), PartitionSpec(rows, None, heads, None, None)),
         )  # fmt: skip
 
-    def _output_gate(self, x: jax.Array, normed: jax.Array) -> jax.Array:
-        """`normed [B, T, H, V]` times its gate, in the island's dtype (K3R eq. 6, KLR eq. 10)."""
+    def _output_gate(self, x: jax.Array) -> jax.Array | None:
+        """The raw gate of the output `[B, T, H, V]`, or None."""
         if self.config.output_gate == "none":
-            return normed
+            return None
         if self.config.output_gate_rank:
             raw = project(project(x, self.gate_down), self.gate_up)
         else:
             raw = project(x, self.gate)
-        raw = split_heads(raw.astype(normed.dtype), self.config.heads)
-        swish = self.config.output_gate == "swish"
-        return normed * (jax.nn.silu(raw) if swish else jax.nn.sigmoid(raw))
+        return split_heads(raw, self.config.heads)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3, 4))  # the backward pass saves `o` and `raw`
+def _gated(
+    o: jax.Array, raw: jax.Array | None, scale: jax.Array, eps: float, kind: OutputGate
+) -> jax.Array:
+    """`o [B, T, H, V]`, normed and times its gate, in a float32 island (K3R eq. 6, KLR eq. 10)."""
+    normed = rms_norm(o.astype(island(o.dtype)), scale, eps)
+    if raw is not None:
+        raw = raw.astype(normed.dtype)
+        normed = normed * (jax.nn.silu(raw) if kind == "swish" else jax.nn.sigmoid(raw))
+    return normed.astype(o.dtype)

@@ -83,12 +83,15 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 def _contract(sum_of: str, a: jax.Array, b: jax.Array, spec: Iterable[Any]) -> jax.Array:
     """An einsum laid out as `spec` where there is a mesh, accumulated in at least float32."""
     out = PartitionSpec(*spec) if under_mesh() else None
+    # Matrix units accumulate in float32 whatever they return. What is summed once more, over
+    # devices or by parts of the tokens, is returned in float32 too.
+    summed_again = sum_of[0] != "." or spec_of(a)[-1] is not None
     y = jnp.einsum(
         sum_of,
         a,
         b,
         precision=jax.lax.Precision.HIGHEST if a.dtype == island(a.dtype) else None,
-        preferred_element_type=island(a.dtype),
+        preferred_element_type=island(a.dtype) if summed_again else a.dtype,
         out_sharding=out,
     )
     return y.astype(a.dtype)
@@ -104,6 +107,7 @@ def merge_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
+@functools.partial(jax.checkpoint, static_argnums=2)  # the backward pass saves `x` and the gain
 def rms_norm(x: jax.Array, gain: jax.Array | None, eps: float) -> jax.Array:
     """RMS norm over the last axis: normalised in a float32 island, cast back, scaled by `gain`.
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3jax.layers.documents import check_gapless
 from k3jax.sharding import BATCH
 from k3jax.train.signals import StopSignal
 
@@ -86,7 +87,11 @@ def share_of_rows(mesh: Mesh) -> tuple[int, int]:
 def placed(
     batch: dict[str, np.ndarray], spec: PartitionSpec, share: tuple[int, int]
 ) -> dict[str, jax.Array]:
-    """Batches of which this process has part `share` of the rows, as arrays laid out by `spec`."""
+    """Batches of which this process has part `share` of the rows, as arrays laid out by `spec`.
+
+    Raises `ValueError` for padding that is not at the ends of rows: programs count on that.
+    """
+    check_gapless(batch["segment_ids"])
     sharding = NamedSharding(jax.sharding.get_mesh(), spec)
     axis, (index, count) = tuple(spec).index(BATCH), share
 

@@ -9,7 +9,8 @@ interruptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,22 @@ def drive(
         for number in active:
             go_on(number, (new[number], metrics[number]))
     return [ended[number] for number in range(len(runs))]
+
+
+@contextlib.contextmanager
+def named(run: str) -> Iterator[None]:
+    """Within it an error, which ends all runs of a program, says that it is of `run`.
+
+    An expected one says so in its line, any other one in a note.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(f"{run}: {error}") from error
+    except Exception as error:
+        error.add_note(f"in {run}")
+        raise
 
 
 def one_at_a_time(step: Step) -> StepOfAll:

@@ -27,14 +27,14 @@ from k3jax.data.pipeline import (
 )
 from k3jax.data.tasks import PREFIX
 from k3jax.data.tokenizer import check_vocab
-from k3jax.flags import to_json
+from k3jax.flags import differences, to_json
 from k3jax.layers.balancing import update_balancing
 from k3jax.model import Decoder
 from k3jax.optim import learning_rate, make_optimiser
 from k3jax.sharding import BATCH, SEQUENCE, make_mesh
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.hosts import StopVote, leading, placed, require_equal, share_of_rows
-from k3jax.train.lockstep import Steps, drive, one_at_a_time, vmapped
+from k3jax.train.lockstep import Steps, drive, named, one_at_a_time, vmapped
 from k3jax.train.metrics import MetricsLog, Stopwatch
 from k3jax.train.probes import Record, discard_after, make_probes, record_path, write_record
 from k3jax.train.report import make_sampler, plot, plot_probes
@@ -78,14 +78,12 @@ def train_together(
     than one need a mesh of one device.
     """
     first = configs[0]
-    if len({alike(config) for config in configs}) > 1:
-        raise ValueError("runs of one program may differ in name, seeds and learning rate alone")
+    if len(configs) > 1:
+        _require_one_program(configs)
     with contextlib.ExitStack() as stack:
         for config, workdir in zip(configs, workdirs, strict=True):
             stack.enter_context(occupy(workdir, config))
         stack.enter_context(jax.set_mesh(make_mesh(first.mesh)))
-        if len(configs) > 1 and jax.sharding.get_mesh().size > 1:
-            raise ValueError(f"{first.mesh}: runs of one program need a mesh of one device")
         stop = stack.enter_context(StopSignal())
         require_equal("settings", "".join(map(to_json, configs)))
         share = share_of_rows(jax.sharding.get_mesh())
@@ -104,7 +102,7 @@ def train_together(
         spare = first.model.vocab_size - corpus.tokenizer.vocab_size
         token_bytes = np.pad(corpus.tokenizer.token_bytes, (0, spare))
         plan = decoder_blueprint(first)
-        evaluate = make_evaluation(decoder_loss(plan.graphdef), token_bytes)
+        evaluate = make_evaluation(decoder_loss(plan.graphdef, gapless=True), token_bytes)
         if len(configs) == 1:
             step_of_all = one_at_a_time(decoder_step(first, plan, token_bytes))
             heard = stop
@@ -171,6 +169,20 @@ def alike(config: ExperimentConfig) -> ExperimentConfig:
     )
 
 
+def _require_one_program(configs: Sequence[ExperimentConfig]) -> None:
+    """Raises `ValueError` where runs of `configs` cannot be one program."""
+    first = configs[0]
+    for other in configs[1:]:
+        if changed := differences(alike(first), alike(other)):
+            raise ValueError(
+                f"{changed[0]}: must be equal, as runs of one program may differ in name, seeds "
+                "and learning rate alone"
+            )
+    for axis, size in dataclasses.asdict(first.mesh).items():
+        if size > 1:
+            raise ValueError(f"mesh.{axis} = {size}: must be 1 where several runs are one program")
+
+
 def decoder_blueprint(config: ExperimentConfig) -> Blueprint:
     """The blueprint of the decoder of `config`."""
     return blueprint(
@@ -192,7 +204,7 @@ def decoder_step(
     if peak is not None:
         optimiser = make_optimiser(config.optimiser, config.train.steps, plan.params, peak)
     return make_step(
-        decoder_loss(plan.graphdef),
+        decoder_loss(plan.graphdef, gapless=True),
         functools.partial(update_balancing, config=config.model.moe),
         optimiser,
         learning_rate(config.optimiser, config.train.steps, peak),
@@ -237,7 +249,7 @@ class _Loop:
             disable=self.metrics is None or not self.leads,
         )  # fmt: skip
         self._watch.start(start)
-        with self._bar:
+        with self._bar, contextlib.nullcontext() if self.alone else named(self.config.name):
             for step in range(start + 1, train.steps + 1):
                 if step == start + 1 and self.vote.now():
                     break  # nothing to save, and compilation may take minutes

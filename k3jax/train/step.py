@@ -31,15 +31,16 @@ type Loss = Callable[[nnx.State, nnx.State, Batch], tuple[jax.Array, Stats]]
 type Rebalance = Callable[[nnx.State, Stats], nnx.State]
 
 
-def decoder_loss(graphdef: nnx.GraphDef, probes: Sequence[str] = ()) -> Loss:
+def decoder_loss(graphdef: nnx.GraphDef, probes: Sequence[str] = (), gapless: bool = False) -> Loss:
     """The loss of a decoder: `(sum of weighted nll in nats, stats)` of one micro-batch.
 
-    Its own entry in the stats, `correct`, is the weight of the targets that it finds most probable.
+    `gapless`: batches are padded at the ends of rows alone, as those of `k3jax.data` are. The
+    stats' own entry, `correct`, is the weight of the targets that it finds most probable.
     """
 
     def loss(params: nnx.State, balancing: nnx.State, batch: Batch) -> tuple[jax.Array, Stats]:
         model = nnx.merge(graphdef, params, balancing)
-        documents = documents_of(batch["segment_ids"])
+        documents = documents_of(batch["segment_ids"], gapless)
         hidden, _, stats = model.hidden(batch["inputs"], documents=documents, probes=probes)
         nll, correct = next_token_loss(model, hidden, batch["targets"], batch["weights"])
         return nll, stats | {"correct": Sum(correct)}

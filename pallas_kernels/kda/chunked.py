@@ -118,10 +118,19 @@ def prepare(
 def inverse(delta: jax.Array) -> jax.Array:
     """A = (I + L)^-1 by forward substitution, exact for collinear keys without decay, where a
     Neumann product loses every digit."""
-    eye = jnp.broadcast_to(jnp.eye(CHUNK, dtype=delta.dtype), delta.shape)
-    return jax.lax.linalg.triangular_solve(
-        delta, eye, left_side=True, lower=True, unit_diagonal=True
+    eye = jnp.zeros_like(delta) + jnp.eye(CHUNK, dtype=delta.dtype)  # laid out as delta is
+
+    def by_rows(delta: jax.Array, eye: jax.Array) -> jax.Array:
+        def row(i: jax.Array, A: jax.Array) -> jax.Array:
+            return A.at[..., i, :].add(-einsum("...j,...jk->...k", delta[..., i, :], A))
+
+        return jax.lax.fori_loop(1, CHUNK, row, eye)
+
+    solve = functools.partial(
+        jax.lax.linalg.triangular_solve, left_side=True, lower=True, unit_diagonal=True
     )
+    # On CPUs that is a BLAS whose threads wait for one another in every matrix of this size.
+    return jax.lax.platform_dependent(delta, eye, cpu=by_rows, default=solve)
 
 
 def write(c: Chunk, A: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:

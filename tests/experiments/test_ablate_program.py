@@ -23,7 +23,7 @@ from k3jax.train.metrics import read_metrics
 from tests.tiny import SETTINGS, write_corpus
 
 SHORT = [*SETTINGS, "train.steps=6", "train.sample_tokens=0", "train.checkpoint_every=2"]
-# What a study needs of the model that it varies.
+# What a study needs of the model that it varies, and which of them need experts in it.
 NEEDS = {
     "kda_mla_ratio": ["model.layers=16"],
     "residual": ["model.layers=4", "model.kda_to_full=3:1"],
@@ -32,6 +32,7 @@ NEEDS = {
     "lineage": ["model.kda.heads=1", "model.kda.key_dim=16", "model.kda.value_dim=16"],
     "output_gate": ["model.d_model=64"],
 }
+EXPERTS = ("latent_width", "activation", "balancing", "optimiser")
 # What makes a model compile in half the time, where only the programs around it matter.
 PLAIN = [f"--set={s}" for s in ("model.moe.experts=0", "optimiser.kind=adamw")]
 FILES = ("report.md", "results.csv", "loss.png", "axis.png")
@@ -53,6 +54,7 @@ def options(home, workdir, settings, *more):
 def ablate(home, workdir, study, *more):
     sources = [f"data.sources={home / 'text'},task:recall", "data.weights=3,1"]
     settings = [*SHORT, *([] if study == "lineage" else sources), *NEEDS.get(study, [])]
+    settings += [] if study in EXPERTS else ["model.moe.experts=0"]
     return options(home, workdir, settings, f"--study={study}", "--config=nano", *more)
 
 
@@ -165,6 +167,7 @@ def test_a_study_killed_and_started_again_gives_the_same_report(home, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("study", NAMES)
 def test_every_study_runs_to_its_report(home, tmp_path, study, capsys):
     arguments = ablate(home, tmp_path / study, study, "--seeds=1")

@@ -150,6 +150,18 @@ def test_a_report_of_a_study_that_has_begun(tmp_path):
     finished(tmp_path, runs[:1], lambda run: 1.0)
     text = report("steps", STUDY, runs, runner.results(runs, tmp_path), tmp_path)
     assert "1 of 6 runs are finished" in text and "no verdict yet" in text
+    assert "Not in loss.png" not in text
+
+
+def test_a_report_says_whose_curve_is_missing(tmp_path):
+    runs = plan(STUDY, CONFIGS["nano"](), [], seeds=2)
+    finished(tmp_path, runs, lambda run: 1.0)
+    (tmp_path / "runs" / "10-seed1" / "metrics.jsonl").unlink()
+    short = tmp_path / "runs" / "30-seed0" / "metrics.jsonl"
+    short.write_text("".join(short.read_text().splitlines(keepends=True)[:5]))
+    text = report("steps", STUDY, runs, runner.results(runs, tmp_path), tmp_path)
+    missing = "Not in loss.png, as metrics.jsonl is not there or ends early: "
+    assert f"\n{missing}30 (seed 0), 10 (seed 1).\n" in text
 
 
 def test_runs_without_the_deciding_metric_are_left_out(tmp_path):
@@ -251,6 +263,21 @@ def test_runs_that_differ_in_seed_and_rate_are_one_program():
     assert [len(part) for part in runner.groups(large, 0)] == [1] * 6
     spread = plan(study, CONFIGS["nano"](), ["mesh.data=2"], seeds=2)
     assert [len(part) for part in runner.groups(spread, 0)] == [1] * 6
+
+
+def test_runs_of_one_program_leave_no_device_idle():
+    study = dataclasses.replace(
+        STUDY, points=over("optimiser.learning_rate", [1e-3, 2e-3]), reference="0.001"
+    )
+    runs = plan(study, CONFIGS["nano"](), [], seeds=4)
+
+    def sizes(most, devices):
+        return [len(part) for part in runner.groups(runs, most, devices)]
+
+    assert sizes(0, 1) == [8]
+    assert sizes(0, 3) == [3, 3, 2]
+    assert sizes(0, 4) == sizes(2, 3) == [2] * 4
+    assert sizes(0, 20) == [1] * 8
 
 
 def test_a_study_killed_in_a_run_goes_on_and_skips_what_is_finished(tmp_path, monkeypatch):
@@ -361,7 +388,7 @@ def test_a_curve_ends_where_all_of_its_runs_have_a_figure(tmp_path, monkeypatch)
         folder.mkdir(parents=True)
         lines = [{"step": s + 1, "tokens": 0, "bits_per_byte": b} for s, b in enumerate(bits)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reports._curves(STUDY, runs, tmp_path)
+    assert reports._curves(STUDY, runs, tmp_path) == [("10", 0), ("10", 1)]
     tokens = runs[0].config.data.tokens_after
     assert list(drawn) == ["10"]
     assert drawn["10"][0] == ([tokens(1), tokens(2)], [3, 2])

@@ -10,7 +10,7 @@ from configs import CONFIGS
 from k3jax.flags import override
 from k3jax.train import loop
 from k3jax.train.hosts import StopVote
-from k3jax.train.lockstep import drive
+from k3jax.train.lockstep import drive, named
 from k3jax.train.metrics import read_metrics
 from k3jax.train.state import blueprint
 from tests.tiny import SETTINGS, write_corpus
@@ -33,7 +33,7 @@ def stubbed(monkeypatch):
     monkeypatch.setattr(
         loop, "decoder_blueprint", lambda c: blueprint(Stub, c.optimiser, c.train.steps)
     )
-    monkeypatch.setattr(loop, "decoder_loss", stub_loss)
+    monkeypatch.setattr(loop, "decoder_loss", lambda graphdef, gapless: stub_loss(graphdef))
     monkeypatch.setattr(
         loop, "update_balancing", lambda state, stats, config: stub_rebalance(state, stats)
     )
@@ -43,8 +43,8 @@ def members(*more):
     """Configurations for the stub's vocabulary, on two tasks."""
     settings = [
         *SETTINGS, f"train.steps={STEPS}", "train.sample_tokens=0", "train.eval_every=4",
-        "data.tokenizer=symbols:11", f"model.vocab_size={VOCAB}", "data.weights=3,1",
-        "data.sources=task:recall,task:palindrome", *more,
+        "train.checkpoint_every=6", "data.tokenizer=symbols:11", f"model.vocab_size={VOCAB}",
+        "data.sources=task:recall,task:palindrome", "data.weights=3,1", *more,
     ]  # fmt: skip
     return [override(override(CONFIGS["nano"](), settings), own) for own in OWN]
 
@@ -74,7 +74,7 @@ def test_runs_of_one_program_are_what_they_would_have_been_alone(stubbed, tmp_pa
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert train(whole, members()) == [STEPS] * 3
     found = {name: figures(whole / name) for name in "abc"}
-    for config in members():
+    for config in members()[::2]:  # b is c but for its rate
         train(tmp_path / "alone", [config])
         alone = figures(tmp_path / "alone" / config.name)
         assert len(alone) == STEPS + 3
@@ -91,10 +91,10 @@ def test_runs_of_one_program_are_what_they_would_have_been_alone(stubbed, tmp_pa
 
     def killed(self, state, data):
         if self.directory.parts[-2] == "b" and int(state.step) == 6:
-            raise InterruptedError
+            raise OSError("gone")
         save(self, state, data)
 
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"^b: gone$"):
         patch.setattr(loop.Checkpoints, "save", killed)
         train(broken, members())
 
@@ -119,10 +119,24 @@ def test_runs_of_one_program_are_what_they_would_have_been_alone(stubbed, tmp_pa
         assert train(broken, members()) == [signal.SIGTERM] * 3
 
 
+def test_an_error_says_which_run_it_is_of():
+    with pytest.raises(ValueError, match=r"^b: no room$") as found, named("b"):
+        raise UnicodeError("no room")
+    assert str(found.value.__cause__) == "no room"
+    with pytest.raises(ZeroDivisionError) as found, named("b"):
+        _ = 1 / 0
+    assert found.value.__notes__ == ["in b"]
+
+
 def test_runs_of_one_program_differ_in_seeds_and_rates_alone(tmp_path):
     first, second, _ = members()
-    with pytest.raises(ValueError, match="may differ in name, seeds and learning rate alone"):
+    message = (
+        r"^model\.d_model: 16, now 24: must be equal, as runs of one program may differ in name"
+    )
+    with pytest.raises(ValueError, match=message):
         train(tmp_path, [first, override(second, ["model.d_model=24"])])
+    with pytest.raises(ValueError, match=r"^mesh\.expert = 2: must be 1 where several runs are"):
+        train(tmp_path, members("mesh.expert=2"))
 
 
 def test_rounds_take_those_that_are_behind():
@@ -145,17 +159,19 @@ def test_rounds_take_those_that_are_behind():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick")
 def test_a_whole_decoder_is_what_it_would_have_been_alone(tmp_path):
     """Every mixer, attention residuals, experts, Muon and QK clip, in stages."""
     write_corpus(tmp_path)
     base = override(
         CONFIGS["nano"](),
-        ["model.d_model=32", "data.sequence_length=32", "data.batch_size=4", "train.steps=6",
-         "train.sample_tokens=0", "data.stages=3:64x2", "optimiser.qk_clip=0.5",
-         "train.log_every=1", f"data.sources={tmp_path / 'text'}"],
+        ["model.d_model=32", "model.layers=2", "model.kda_to_full=1:1",
+         "model.residual.block_size=1", "data.sequence_length=32", "data.batch_size=4",
+         "train.steps=6", "train.sample_tokens=0", "data.stages=3:64x2",
+         "optimiser.qk_clip=0.5", "train.log_every=1", f"data.sources={tmp_path / 'text'}"],
     )  # fmt: skip
     configs = [override(base, own) for own in OWN]
     train(tmp_path / "together", configs)
-    for config in configs[1:]:
+    for config in configs[2:]:  # one with a seed and a rate of its own
         train(tmp_path / "alone", [config])
         agree(*(figures(tmp_path / where / config.name) for where in ("alone", "together")))

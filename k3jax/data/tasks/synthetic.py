@@ -35,12 +35,13 @@ class Recall:
         need("recall", length, 2 * max(pairs, 1) + 3)
         key = rng.choice(keys, pairs, replace=False)
         value = rng.choice(values, pairs)
-        document = Writer()
-        document.given(*np.stack([key, value], axis=1).ravel(), mark[0])
-        for query in rng.permutation(pairs)[: (length - len(document)) // 2]:
-            document.given(key[query])
-            document.answer(value[query])
-        return document.example()
+        given = np.append(np.stack([key, value], axis=1), mark[0])
+        asked = rng.permutation(pairs)[: (length - len(given)) // 2]
+        queries = np.stack([key[asked], value[asked]], axis=1)
+        tokens = np.append(given, queries).astype(np.int32)
+        answers = np.zeros(len(tokens), bool)
+        answers[len(given) + 1 :: 2] = True
+        return Example(tokens, answers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +52,8 @@ class Palindrome:
         need("palindrome", length, 3)
         mark, letters = share_out("palindrome", symbols, mark=1, letters=0)
         text = rng.choice(letters, (length - 1) // 2)
-        document = Writer()
-        document.given(*text, mark[0])
-        document.answer(*text[::-1])
-        return document.example()
+        tokens = np.concatenate([text, mark, text[::-1]]).astype(np.int32)
+        return Example(tokens, np.arange(len(tokens)) > len(text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +75,7 @@ class Stack:
         pops[:2] = False, True  # at least one answer
         which, pushed = rng.choice(stacks, operations), rng.choice(elements, operations)
         picked = rng.random(operations)
+        pops, which, pushed, picked = (x.tolist() for x in (pops, which, pushed, picked))
         held: dict[int, list[int]] = {}
         filled: list[int] = []  # the stacks that are not empty, in any order
         document = Writer()
@@ -89,9 +89,9 @@ class Stack:
                     filled[place] = filled[-1]
                     filled.pop()
             else:
-                stack = int(which[n])
-                document.given(push, stack, int(pushed[n]))
+                stack = which[n]
+                document.given(push, stack, pushed[n])
                 if not held.setdefault(stack, []):
                     filled.append(stack)
-                held[stack].append(int(pushed[n]))
+                held[stack].append(pushed[n])
         return document.example()
