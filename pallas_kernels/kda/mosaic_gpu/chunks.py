@@ -51,6 +51,11 @@ class Chunks:
         return self.batch * self.value_heads
 
     @property
+    def least(self) -> int:
+        """Chunks that every row has at least: those of its tokens, and one of each region."""
+        return max(-(-self.tokens // CHUNK), self.regions // self.pieces)
+
+    @property
     def length(self) -> int:
         return self.chunks * CHUNK
 

@@ -62,7 +62,8 @@ def kernel(c: Chunks, with_inverse: bool):
     shift = SHIFT if c.bounded else 0.0
     tile = (CHUNK, SLAB)
     compact = (CHUNK, BLOCK)
-    programs = min(PROGRAMS, c.rows * c.chunks)
+    # None without a chunk: it would end while what it fetched is still on its way.
+    programs = min(PROGRAMS, c.rows * c.least)
 
     def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, used_r, *refs):
         outs, refs = refs[: 6 + with_inverse], refs[6 + with_inverse :]
