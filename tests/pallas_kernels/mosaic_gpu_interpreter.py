@@ -30,8 +30,10 @@ from pallas_kernels.kda.mosaic_gpu import (
     chunks,
     decays,
     exchange,
+    factors,
     gradients,
     inverse,
+    masks,
     pieces,
     prepare,
     reverse,
@@ -58,6 +60,9 @@ class Ref:
     ndim = property(lambda self: len(self.shape))
     T = property(lambda self: Ref(self.base, self.dims, not self.turned))
     at = property(lambda self: _At(self))
+
+    def transpose(self, order):
+        return Turned(self, order)
 
     def window(self, index):
         index = index if isinstance(index, tuple) else (index,)
@@ -195,13 +200,13 @@ def _buffer(kind):
     return Ref(blank.astype(dtype))
 
 
-class _Left(Exception):
+class _LeftError(Exception):
     """A program that ended itself."""
 
 
 def _leave_if(condition):
     if bool(condition):
-        raise _Left
+        raise _LeftError
 
 
 def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
@@ -218,7 +223,7 @@ def _kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
                 here.phases, here.program, here.group = {}, program[0], jnp.int32(g)
                 try:
                     body(*inputs, *outs, *buffers)
-                except _Left:
+                except _LeftError:
                     return
                 except BaseException as error:
                     errors.append(error)
@@ -409,7 +414,6 @@ PLGPU = {
     "barrier_arrive": lambda barrier: barrier.arrive(),
     "broadcasted_iota": _iota,
     "layout_cast": lambda x, layout: x,
-    "transpose_ref": Turned,
 }
 LAX = {
     "fori_loop": _loop,
@@ -441,7 +445,7 @@ def interpreted():
         ):
             for name, word in words.items():
                 patch.setattr(module, name, word)
-        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays)
+        tools = (tiles, blocks, exchange, activate, chunks, inverse, decays, masks, factors)
         for module in (*tools, prepare, scan, pieces, reverse, gradients):
             for name in ("load", "wide", "cols", "rows", "read", "exp2"):
                 if hasattr(module, name):

@@ -1,9 +1,7 @@
 """What is static about the kernels of a call, and where a program's chunk lies."""
 
 import dataclasses
-from collections.abc import Callable
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -53,6 +51,11 @@ class Chunks:
         return self.batch * self.value_heads
 
     @property
+    def least(self) -> int:
+        """Chunks that every row has at least: those of its tokens, and one of each region."""
+        return max(-(-self.tokens // CHUNK), self.regions // self.pieces)
+
+    @property
     def length(self) -> int:
         return self.chunks * CHUNK
 
@@ -77,20 +80,3 @@ class Place:
             self.first = self.chunk * CHUNK
             self.count = jnp.minimum(c.tokens - self.first, CHUNK)
             self.whole = self.count == CHUNK
-
-
-def unless_whole(c: Chunks, place: Place, mask: Callable, x):
-    """mask(x), and what else `mask` does, in a chunk that is not whole, as few are; x in others,
-    where it costs no more than a branch. x may be any tree."""
-    if not (c.packed or c.ragged):
-        return x
-    return lax.cond(place.whole, lambda x: x, mask, x)
-
-
-def live_rows(c: Chunks, place: Place, labels, layout):
-    """ROW or COL of bool: the chunk's own, real tokens."""
-    index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
-    live = index < place.count
-    if c.packed:
-        live &= labels > 0
-    return live

@@ -38,8 +38,8 @@ def _column_offsets(ref, row):
 
 
 def store_decays(x, ref, start: float = 0.0) -> None:
-    """2^ of the last row of every block of a TILE, the decay of the block where x is `start` and the
-    running sum of log decays, to rows 1 to 4 of a table (plain, f32)."""
+    """2^ of the last row of every block of a TILE, the decay of the block where x is `start` and
+    the running sum of log decays, to rows 1 to 4 of a table (plain, f32)."""
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
     def body(ctx, x, ref):

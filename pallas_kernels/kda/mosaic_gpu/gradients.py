@@ -16,8 +16,6 @@ chunk counts for the later log decays alone, as a sum of its own: among saturate
 than their gradients by many orders. A warpgroup takes 32 channels of keys and 32 of values.
 """
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -26,8 +24,10 @@ from jax import lax
 
 from . import blocks, exchange, tiles
 from .activate import FLOOR, SHIFT, gate_gradient, log_decay, strength_gradient
-from .chunks import Chunks, Place, live_rows, unless_whole
+from .chunks import Chunks, Place
 from .decays import of_log_decays
+from .factors import Factors
+from .masks import Masks
 from .tiles import BF16, BLOCK, CHUNK, COL, F32, ROW, cols, load, rows, wide
 
 WIDTH = 32
@@ -68,7 +68,7 @@ def kernel(c: Chunks):
         own = pl.ds(pl.multiple_of(group * WIDTH, WIDTH), WIDTH)
 
         def meet():
-            """Both warpgroups: what either wrote is seen by the other."""
+            """All warpgroups: what any wrote is seen by the others."""
             plgpu.commit_smem()
             plgpu.barrier_arrive(met_b)
             plgpu.barrier_wait(met_b)
@@ -122,34 +122,15 @@ def kernel(c: Chunks):
                 target = array.at[place.row, tokens, place.head, own]
                 tiles.copy_rows(buffer, target, place.count)
 
-        def live():
-            return live_rows(c, place, token_labels(ROW) if c.packed else None, ROW)
-
-        def live_only(x):
-            return jnp.where(rows(live(), x.shape), x, 0.0)
-
-        def live_values(columns):
-            return [jnp.where(live(), x, 0.0) for x in columns]
-
-        def clear(*buffers):
-            """Zeros in the other rows of buffers, whatever stands there, NaN included."""
-
-            def mask(_):
-                for buffer in buffers:
-                    x = wide(load(buffer.at[group]))
-                    buffer.at[group][...] = live_only(x).astype(BF16)
-                tiles.warpgroup_barrier()
-                return ()
-
-            return mask
+        masks = Masks(c, place, token_labels)
 
         def pairs_of_same_document(x):
             columns = cols(jnp.abs(token_labels(COL)), square)
             return jnp.where(rows(jnp.abs(token_labels(ROW)), square) == columns, x, 0.0)
 
-        def of_same_document(_):
-            """Zeros in rows of dO and dV whose document is not the one live before the chunk, and of
-            U where it is not the one live after it: they are no concern of those states."""
+        def of_same_document(x):
+            """Zeros in rows of dO and dV whose document is not the one live before the chunk, and
+            of U where it is not the one live after it: no concern of those states."""
             send_rows(values_s.at[groups + group], dv_r)
             meet()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -159,14 +140,13 @@ def kernel(c: Chunks):
                 (values_s.at[groups + group], place.entry),
                 (u_s.at[group], place.exit),
             ):
-                x = wide(load(buffer))
-                buffer[...] = jnp.where(rows(labels == label, part), x, 0.0).astype(BF16)
-            return ()
+                buffer[...] = masks.rows_where(labels == label, wide(load(buffer))).astype(BF16)
+            return x
 
-        def rest_of_rows(_):
+        def rest_of_rows(x):
             for buffer, array in ((keys_s, dk_r), (q_s, dq_r), (g_s, dg_r)):
                 send_rows(buffer.at[group], array)
-            return ()
+            return x
 
         def chunk():
             fetch()
@@ -179,7 +159,7 @@ def kernel(c: Chunks):
             decays[0] = tiles.zeros((WIDTH,), COL) + 1.0
             sums[0] = tiles.zeros((WIDTH,), COL)
             plgpu.barrier_wait(raw_b)
-            unless_whole(c, place, clear(q_s, k_s), ())
+            masks.clear(q_s.at[group], k_s.at[group])
             q16 = load(q_s.at[group])
             if c.l2norm:
                 for row, x in ((_QUERY, q16), (_KEY, load(k_s.at[group]))):
@@ -188,13 +168,13 @@ def kernel(c: Chunks):
             g = log_decay(c, wide(load(g_s.at[group])), a, bias())
             if not c.bounded:
                 g = jnp.maximum(g, FLOOR)
-            within = blocks.cumsum(unless_whole(c, place, live_only, g))
+            within = blocks.cumsum(masks.tiles(g))
             exchange.store_decays(within, decays)
 
             # Values: dV, in the place of dU.
             plgpu.barrier_wait(value_b)
             if c.packed:
-                unless_whole(c, place, clear(values_s), ())
+                masks.clear(values_s.at[group])
             mine = values_s.at[groups + group]
             dv = tiles.product(part, (load(inverse_s.T), mine))
             u = wide(load(u_s.at[group]))
@@ -213,53 +193,23 @@ def kernel(c: Chunks):
                 rows_s.at[_OWN, group][...] = blocks.diagonal(blocks.own(x))
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=tiles.TILE)
                 j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=tiles.TILE)
-                x = jnp.where(i > j, x, 0.0)
-                if c.packed:
-                    x = unless_whole(c, place, pairs_of_same_document, x)
+                x = masks.if_shared(pairs_of_same_document, jnp.where(i > j, x, 0.0))
                 pairs_s.at[group][...] = x.astype(BF16)
 
-            # Keys and queries as their factors. Each use computes them anew: kept, they would not
-            # fit the registers.
             q_scale = plgpu.layout_cast(jnp.full((CHUNK,), 1.0, F32), ROW)
             k_scale = q_scale
             if c.l2norm:
                 scales = [lax.rsqrt(exchanged(x) + 1e-6) for x in (_QUERY, _KEY)]
-                q_scale, k_scale = unless_whole(c, place, live_values, scales)
-            anew = lax.optimization_barrier
-            decay = functools.partial(exchange.load_row, decays, n=WIDTH)
-
-            def key(scale=None):
-                scale = k_scale if scale is None else scale
-                return wide(load(k_s.at[group])) * rows(scale, part)
-
-            def query(scale=None):
-                """Times `scale` per token, or as the factors of pairs have it."""
-                scale = q_scale * c.scale if scale is None else scale
-                return wide(anew(q16)) * rows(scale, part)
-
-            def seen():
-                return tiles.exp2_anew(within, 1.0, shift, sums)
-
-            def to_end():
-                if c.bounded:
-                    return back() * cols(decay((1, 2, 3, 4)) * 2.0**shift, part)
-                return tiles.exp2(cols(blocks.last_row(within), part) - within)
-
-            def back():
-                return tiles.exp2_anew(within, -1.0, -shift, sums)
-
+                q_scale, k_scale = masks.vectors(scales)
+            f = Factors(c, k_s.at[group], q16, k_scale, q_scale, within, shift, decays, sums)
             key_tile, query_tile, column_tile = (x.at[group] for x in (keys_s, q_s, columns_s))
-            key_tile[...] = (key() * seen()).astype(BF16)
-            query_tile[...] = (query() * seen()).astype(BF16)
-            column_tile[...] = (key() * to_end()).astype(BF16)
-            if c.packed:
-                unless_whole(c, place, of_same_document, ())
+            key_tile[...] = (f.key() * f.seen()).astype(BF16)
+            query_tile[...] = (f.query() * f.seen()).astype(BF16)
+            column_tile[...] = (f.key() * f.to_end()).astype(BF16)
+            masks.if_shared(of_same_document)
             meet()
 
             own_pair = load(rows_s.at[_OWN, 0], ROW)
-
-            def after():
-                return decay((2, 3, 4, 0)) * decay((3, 4, 0, 0)) * decay((4, 0, 0, 0))
 
             plgpu.barrier_wait(state_b)
 
@@ -275,7 +225,7 @@ def kernel(c: Chunks):
                 the sum decays as the state would."""
                 x = from_state
                 for block, scale in ((0, (0, 1, 1, 1)), (1, (0, 0, 2, 2)), (2, (0, 0, 0, 3))):
-                    x = x * cols(decay(scale), part)
+                    x = x * cols(f.decay(scale), part)
                     places = tuple((w, block) if w > block else None for w in range(4))
                     x = blocks.shared_times(x, pairs, column_tile, places, (block,) * 4)
                 return x * 2.0**-shift
@@ -287,12 +237,12 @@ def kernel(c: Chunks):
                     places = tuple((block, w) if w < block else None for w in range(4))
                     x = from_columns(x, places, (block,) * 4)
                     if scale is not None:
-                        x = x * cols(decay(scale), part)
+                        x = x * cols(f.decay(scale), part)
                 return x * 2.0**-shift
 
             def outgoing():
                 """That of a column factor, from the state after the chunk."""
-                return with_state(u_s, dstates_s) * cols(after(), part)
+                return with_state(u_s, dstates_s) * cols(f.after(), part)
 
             def from_columns(x, places, of):
                 for pairs, tile in ((delta_pairs, key_tile), (read_pairs, query_tile)):
@@ -310,60 +260,59 @@ def kernel(c: Chunks):
             )
             tiles.warpgroup_barrier()
             if c.bounded:
-                dk = blocks.times(dk, near(delta_pairs), (key() * back()).astype(BF16), False)
+                dk = blocks.times(dk, near(delta_pairs), (f.key() * f.back()).astype(BF16), False)
             tiles.warpgroup_barrier()
             # Settled: as a product that waits to be fused with the next sum it would keep both
             # of its factors in registers.
             dlog = jnp.maximum(wide(load(key_tile)) * dk, -3e38)
-            dk = dk * seen() + query(own_pair * q_scale * c.scale)
+            dk = dk * f.seen() + f.times_query(own_pair)
 
             # Keys as columns: of the state after the chunk, of later blocks, of their own.
             tiles.warpgroup_barrier()
-            dk = dk + outgoing() * to_end()
+            dk = dk + outgoing() * f.to_end()
             tiles.warpgroup_barrier()
             x = column_gradient()
             tiles.warpgroup_barrier()
             dlog = dlog - wide(load(column_tile)) * x
-            dk = dk + x * to_end()
+            dk = dk + x * f.to_end()
             tiles.warpgroup_barrier()
             if c.bounded:
                 x = from_columns(tiles.zeros(part), tuple((w, w) for w in range(4)), (0, 1, 2, 3))
                 tiles.warpgroup_barrier()
-                dlog = dlog - wide((key() * back()).astype(BF16)) * x
-                dk = dk + x * back()
+                dlog = dlog - wide((f.key() * f.back()).astype(BF16)) * x
+                dk = dk + x * f.back()
             else:
                 near_read, near_delta = near(read_pairs), near(delta_pairs)
 
                 def by_halves(level, carry):
-                    dk, dq, dlog = carry
+                    dk, dlog = carry
                     e = blocks.to_middle(within, level)
-                    x16 = (key() * e).astype(BF16)
-                    y16 = (query() * e).astype(BF16)
-                    read, delta = (blocks.of_level(x, level) for x in (near_read, near_delta))
-                    x = blocks.times(tiles.zeros(part), read, x16, False)
-                    dlog = dlog + wide(y16) * x
-                    dq = dq + x * e
-                    x = blocks.times(tiles.zeros(part), delta, x16, False)
+                    x16 = (f.key() * e).astype(BF16)
+                    joined = blocks.of_level(near_delta, level)
+                    x = blocks.times(tiles.zeros(part), joined, x16, False)
                     dlog = dlog + wide(x16) * x
                     dk = dk + x * e
-                    x = blocks.times(tiles.zeros(part), delta, x16, True)
-                    x = blocks.times(x, read, y16, True)
-                    return dk + x * e, dq, dlog - wide(x16) * x
+                    x = blocks.times(tiles.zeros(part), joined, x16, True)
+                    y16 = (f.query() * e).astype(BF16)
+                    x = blocks.times(x, blocks.of_level(near_read, level), y16, True)
+                    return dk + x * e, dlog - wide(x16) * x
 
-                carry = dk, tiles.zeros(part), dlog
-                dk, dq_near, dlog = lax.fori_loop(0, 4, by_halves, carry)
+                dk, dlog = lax.fori_loop(0, 4, by_halves, (dk, dlog))
 
-            def finish(row, d, vector, scale, times):
+            def finish(row, d, factor, unit, scale, times):
                 """From the gradient of a vector times `scale`, one over its norm, and times
                 `times`, that of the vector: only what is at right angles to it passes."""
                 if not c.l2norm:
-                    return unless_whole(c, place, live_only, d * times)
-                rows_s.at[row, group][...] = jnp.sum(vector() * d, axis=1)
+                    return masks.tiles(d * times)
+                if not c.bounded:
+                    d, factor = d * times, unit
+                rows_s.at[row, group][...] = jnp.sum(factor() * d, axis=1)
                 meet()
-                along = exchanged(row) * scale * scale
-                return d * rows(scale * times, part) - vector(along)
+                if c.bounded:
+                    return d * rows(scale * times, part) - unit(exchanged(row) * scale * scale)
+                return (d - unit() * rows(exchanged(row), part)) * rows(scale, part)
 
-            dk = finish(_KEY, dk, key, k_scale, 1.0)
+            dk = finish(_KEY, dk, f.key, f.key, k_scale, 1.0)
             tiles.warpgroup_barrier()
             key_tile[...] = dk.astype(BF16)
             plgpu.commit_smem()
@@ -372,12 +321,23 @@ def kernel(c: Chunks):
             # Queries.
             dq = row_gradient(read_pairs, with_state(values_s, states_s))
             if c.bounded:
-                dq = blocks.times(dq, near(read_pairs), (key() * back()).astype(BF16), False)
+                dq = blocks.times(dq, near(read_pairs), (f.key() * f.back()).astype(BF16), False)
             dlog = dlog + wide(load(query_tile)) * dq
-            dq = dq * seen() + key(own_pair * k_scale)
+            dq = dq * f.seen() + f.times_key(own_pair)
             if not c.bounded:
-                dq = dq + dq_near
-            dq = finish(_QUERY, dq, query, q_scale, c.scale)
+                near_read = near(read_pairs)
+
+                def by_halves(level, carry):
+                    dq, dlog = carry
+                    e = blocks.to_middle(within, level)
+                    x16 = (f.key() * e).astype(BF16)
+                    joined = blocks.of_level(near_read, level)
+                    x = blocks.times(tiles.zeros(part), joined, x16, False)
+                    y16 = (f.query() * e).astype(BF16)
+                    return dq + x * e, dlog + wide(y16) * x
+
+                dq, dlog = lax.fori_loop(0, 4, by_halves, (dq, dlog))
+            dq = finish(_QUERY, dq, f.query, f.unit_query, q_scale, c.scale)
             tiles.warpgroup_barrier()
             query_tile[...] = dq.astype(BF16)
             plgpu.commit_smem()
@@ -389,11 +349,11 @@ def kernel(c: Chunks):
             through = load(through_s.at[own], COL)
             dlog = of_log_decays(c, dlog, leaves, states, through, sums)
             draw, da = gate_gradient(c, dlog, wide(load(g_s.at[group])), a, bias())
-            draw, da = unless_whole(c, place, lambda x: jax.tree.map(live_only, x), (draw, da))
+            draw, da = masks.tiles((draw, da))
             tiles.warpgroup_barrier()
-            for x, table in ((draw, decays), (da, sums)):
-                if x is not None:
-                    exchange.store_column_sums(x, table)
+            exchange.store_column_sums(draw, decays)
+            if da is not None:
+                exchange.store_column_sums(da, sums)
             tiles.warpgroup_barrier()
             target = sums_r.at[place.out, place.chunk, slice(None), own]
             exchange.store_totals(tables_s.at[group], target)
@@ -403,9 +363,8 @@ def kernel(c: Chunks):
 
             raw = load(rows_s.at[*_STRENGTH], ROW)
             dbeta = strength_gradient(c, exchanged(_BETA), raw, ROW)
-            (dbeta_r[place.out, block],) = unless_whole(c, place, live_values, [dbeta])
-            if c.packed:
-                unless_whole(c, place, rest_of_rows, ())
+            dbeta_r[place.out, block] = masks.vectors(dbeta)
+            masks.if_shared(rest_of_rows)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if c.packed:

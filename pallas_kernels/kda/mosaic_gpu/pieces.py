@@ -59,8 +59,9 @@ def states_before(c: Chunks, operands, initial, spans):
 
 
 def gradients_after(c: Chunks, operands, maps, dfinal, spans):
-    """The gradient of the state after each piece `[B, P, HV, K, V]`; operands (up to keeps)
-    and spans as `reverse` takes them, maps as `states_before` gives them, dfinal of the row or None."""
+    """The gradient of the state after each piece `[B, P, HV, K, V]`; operands (up to
+    keeps) and spans as `reverse` takes them, maps as `states_before` gives them, dfinal of the row
+    or None."""
     start = jnp.zeros((c.batch, c.pieces, c.value_heads, c.key_width, c.value_width), F32)
     if dfinal is not None:
         start = start.at[:, -1:].set(dfinal)

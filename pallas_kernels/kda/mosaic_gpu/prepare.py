@@ -29,7 +29,8 @@ from jax import lax
 
 from . import blocks, exchange, inverse, tiles
 from .activate import FLOOR, SHIFT, log_decay, write_strength
-from .chunks import Chunks, Place, live_rows, unless_whole
+from .chunks import Chunks, Place
+from .masks import Masks
 from .tiles import BF16, BLOCK, CHUNK, COL, F16, F32, ROW, cols, load, rows, wide
 
 SLAB = 32
@@ -51,8 +52,8 @@ def kernel(c: Chunks, with_inverse: bool):
       q, k `[B, T, H, K]`, v `[B, T, HV, V]`, gate `[B, T, HV, K]` bf16, as the caller holds them.
       beta `[B HV, NC 64]` f32, raw; a `[HV]` f32, exp(A_log); dt_bias `[HV, K]` f32.
       tables `[B, 5, NC]` int32 (`regions.Tables.chunks`); labels `[B, NC 64]` int32, negative at
-        padding; used `[1]`: chunks that any row has. Beta and labels come by place and not by token: their copies have to start at a
-        multiple of 16 bytes.
+        padding; used `[1]`: chunks that any row has. Beta and labels come by place and not by
+        token: their copies have to start at a multiple of 16 bytes.
 
     Returns of the kernel: `[B HV, NC 64, K or V or 64]` bf16; decay `[B HV, NC, K]` f32.
     """
@@ -61,7 +62,8 @@ def kernel(c: Chunks, with_inverse: bool):
     shift = SHIFT if c.bounded else 0.0
     tile = (CHUNK, SLAB)
     compact = (CHUNK, BLOCK)
-    programs = min(PROGRAMS, c.rows * c.chunks)
+    # None without a chunk: it would end while what it fetched is still on its way.
+    programs = min(PROGRAMS, c.rows * c.least)
 
     def body(q_r, k_r, v_r, g_r, beta_r, a_r, dt_r, tables_r, labels_r, used_r, *refs):
         outs, refs = refs[: 6 + with_inverse], refs[6 + with_inverse :]
@@ -77,7 +79,7 @@ def kernel(c: Chunks, with_inverse: bool):
             return program + turn * programs
 
         def by_token(box):
-            return plgpu.transpose_ref(box, (1, 0, 2))
+            return box.transpose((1, 0, 2))
 
         def fetch(array, place, head, box, barrier):
             tokens = pl.ds(place.first, CHUNK)
@@ -141,35 +143,16 @@ def kernel(c: Chunks, with_inverse: bool):
                 following = item(turn + 1)
                 pl.when(following < items)(lambda: fetch(Place(c, following, tables_r)))
 
-            def live(layout):
-                return live_rows(c, place, load(labels_s, layout) if c.packed else None, layout)
-
-            def live_only(x):
-                return jnp.where(rows(live(ROW), x.shape), x, 0.0)
-
-            def live_betas(betas):
-                return [jnp.where(live(x), y, 0.0) for x, y in zip((ROW, COL), betas, strict=True)]
-
-            def clear(*buffers):
-                """Zeros in the other rows of buffers, whatever stands there, NaN included."""
-
-                def mask(_):
-                    for buffer in buffers:
-                        for i in range(buffer.shape[0]):
-                            buffer[i] = live_only(wide(load(buffer.at[i]))).astype(BF16)
-                    tiles.warpgroup_barrier()
-                    return ()
-
-                return mask
+            masks = Masks(c, place, lambda layout: load(labels_s, layout))
 
             def of_same_document(x):
-                """Kd, Qd, Kr and the decay, without rows of documents other than the one live before,
-                or after, the chunk."""
-                *entering, leaving, total = x
-                same = jnp.abs(load(labels_s, ROW))
-                entering = [jnp.where(rows(same == place.entry, tile), y, 0.0) for y in entering]
-                leaving = jnp.where(rows(same == place.exit, tile), leaving, 0.0)
-                return (*entering, leaving, jnp.where(place.entry == place.exit, total, 0.0))
+                """Kd, Qd, Kr and the decay, without rows of documents other than the one live
+                before, or after, the chunk."""
+                kd, qd, kr, total = x
+                labels = jnp.abs(load(labels_s, ROW))
+                kd, qd = (masks.rows_where(labels == place.entry, y) for y in (kd, qd))
+                kr = masks.rows_where(labels == place.exit, kr)
+                return kd, qd, kr, jnp.where(place.entry == place.exit, total, 0.0)
 
             def pairs_of_same_document(parts):
                 near, far = parts
@@ -177,12 +160,11 @@ def kernel(c: Chunks, with_inverse: bool):
                 labels = [
                     jnp.abs(load(labels_s.at[pl.ds(i * BLOCK, BLOCK)], COL)) for i in range(4)
                 ]
-                own = label_rows == cols(tiles.by_warp(*labels), compact)
-                same = [label_rows == cols(x, compact) for x in labels[:3]]
-                near = tuple(jnp.where(own, x, 0.0) for x in near)
-                far = tuple(
-                    tuple(jnp.where(s, x, 0.0) for s, x in zip(same, y, strict=True)) for y in far
+                *same, own = (
+                    label_rows == cols(x, compact) for x in (*labels[:3], tiles.by_warp(*labels))
                 )
+                near = [jnp.where(own, x, 0.0) for x in near]
+                far = [[jnp.where(s, x, 0.0) for s, x in zip(same, y, strict=True)] for y in far]
                 return near, far
 
             a = a_r[place.head]
@@ -190,7 +172,7 @@ def kernel(c: Chunks, with_inverse: bool):
             for i in range(2):
                 decays_s[i, 0] = tiles.zeros((SLAB,), COL) + 1.0
             plgpu.barrier_wait(qk_b)
-            unless_whole(c, place, clear(q_s, k_s), ())
+            masks.clear(*(ref.at[i] for ref in (q_s, k_s) for i in range(slabs)))
             q_scale, k_scale = norms()
             # What the chunk before left in shared memory is on its way.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -204,7 +186,7 @@ def kernel(c: Chunks, with_inverse: bool):
                 g = log_decay(c, wide(load(g_s.at[s])), a, dt)
                 if not c.bounded:
                     g = jnp.maximum(g, FLOOR)
-                within = blocks.cumsum(unless_whole(c, place, live_only, g), shift)
+                within = blocks.cumsum(masks.tiles(g), shift)
                 table = decays_s.at[lax.rem(s, 2)]
                 exchange.store_decays(within, table, shift)
                 k = wide(load(k_s.at[s]))
@@ -233,13 +215,13 @@ def kernel(c: Chunks, with_inverse: bool):
                     k_seen, q_seen = k * seen, q * seen
                     k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
                     k_end = k * tiles.exp2(cols(blocks.last_row(within), tile) - within)
-                    near_l, near_p = list(near_l), list(near_p)
+                    sums_l, sums_p = list(near_l), list(near_p)
                     for level, i in HALVES:
                         e = blocks.to_middle(within, level)
                         x, y = (k * e).astype(BF16), (q * e).astype(BF16)
-                        near_l[i] = blocks.pairs(near_l[i], x, x, 2**level)
-                        near_p[i] = blocks.pairs(near_p[i], y, x, 2**level)
-                    near_l, near_p = tuple(near_l), tuple(near_p)
+                        sums_l[i] = blocks.pairs(sums_l[i], x, x, 2**level)
+                        sums_p[i] = blocks.pairs(sums_p[i], y, x, 2**level)
+                    near_l, near_p = tuple(sums_l), tuple(sums_p)
 
                 to_start = cols(before * 2.0**-shift, tile)
                 # In warp 0 nothing lies before: its block and those after it are the chunk.
@@ -249,9 +231,7 @@ def kernel(c: Chunks, with_inverse: bool):
                     k_end * cols(after, tile),
                     own * after,
                 )
-                if c.packed:
-                    of_state = unless_whole(c, place, of_same_document, of_state)
-                kd, qd, kr, total = of_state
+                kd, qd, kr, total = masks.if_shared(of_same_document, of_state)
                 kd_s[:, channels] = kd.astype(BF16)
                 q_s.at[s][...] = qd.astype(BF16)
                 k_s.at[s][...] = kr.astype(BF16)
@@ -260,12 +240,10 @@ def kernel(c: Chunks, with_inverse: bool):
                 exchange.store_first_warp(total, decay_s.at[channels])
                 tiles.warpgroup_barrier()
                 added = []
-                for i, scale in enumerate((from_0, from_1, None)):
-                    own_rows = (k_near, q_near)
-                    if scale is not None:
-                        scale = cols(scale, tile)
-                        own_rows = [(x * scale).astype(BF16) for x in (k_seen, q_seen)]
-                    added.append(blocks.shared_pairs(far[i], own_rows, columns, i))
+                for i, scale in enumerate((from_0, from_1)):
+                    decayed = [(x * cols(scale, tile)).astype(BF16) for x in (k_seen, q_seen)]
+                    added.append(blocks.shared_pairs(far[i], decayed, columns, i))
+                added.append(blocks.shared_pairs(far[2], (k_near, q_near), columns, 2))
                 return near_l, near_p, tuple(added)
 
             blank = tuple(tiles.zeros(compact) for _ in range(1 if c.bounded else 3))
@@ -287,11 +265,9 @@ def kernel(c: Chunks, with_inverse: bool):
             else:
                 near_l, near_p = (by_halves(r, j, x) for x in (near_l, near_p))
                 near_p = jnp.where(r == j, rows(load(own_s, ROW), compact), near_p)
-            far_l, far_p = (tuple(x * 2.0**-shift for x in y) for y in zip(*far, strict=True))
-            if c.packed:
-                parts = ((near_l, near_p), (far_l, far_p))
-                parts = unless_whole(c, place, pairs_of_same_document, parts)
-                (near_l, near_p), (far_l, far_p) = parts
+            far = [[x * 2.0**-shift for x in y] for y in zip(*far, strict=True)]
+            parts = [near_l, near_p], far
+            (near_l, near_p), (far_l, far_p) = masks.if_shared(pairs_of_same_document, parts)
 
             nothing = tiles.zeros(compact)
             read = jnp.concatenate(
@@ -310,7 +286,7 @@ def kernel(c: Chunks, with_inverse: bool):
             before_next(lambda place: fetch_keys(place, 1 - slot))
 
             betas = [write_strength(c, load(beta_s, x), x) for x in (ROW, COL)]
-            beta, beta_cols = unless_whole(c, place, live_betas, betas)
+            beta, beta_cols = masks.vectors(betas, [ROW, COL])
             strength = rows(beta, compact)
             A = inverse.of_chunk(
                 near_l * strength, [x * strength for x in far_l], x16_s, x32_s, y32_s
@@ -320,7 +296,7 @@ def kernel(c: Chunks, with_inverse: bool):
                 a_s[...] = A
             plgpu.barrier_wait(v_b)
             if c.packed:
-                unless_whole(c, place, clear(v_s), ())
+                masks.clear(*(v_s.at[i] for i in range(V // CHUNK)))
             if with_inverse or c.packed:
                 plgpu.commit_smem()
             if with_inverse:

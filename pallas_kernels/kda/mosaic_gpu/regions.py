@@ -19,11 +19,11 @@ from .tiles import CHUNK
 
 class Tables(NamedTuple):
     """chunks `[B, 5, NC]`: first token, number of tokens (-1: no chunk), labels of the documents
-    live before and after, whether it is whole (`chunks.Place`); spans `[B, 4, R]`: a region's first chunk, number of chunks, first token,
-    number of tokens; sources `[B, NC 64]`: the token at each place of the chunks, and places
-    `[B, T]`: the place of each token; labels `[B, NC 64]`, negative at padding; keeps `[B, NC 64]`
-    int16, all bits set at a chunk's own, real tokens, and none at others; used `[B]`: how many
-    chunks there are, the first ones."""
+    live before and after, whether it is whole (`chunks.Place`); spans `[B, 4, R]`: a region's first
+    chunk, number of chunks, first token, number of tokens; sources `[B, NC 64]`: the token at each
+    place of the chunks, and places `[B, T]`: the place of each token; labels `[B, NC 64]`, negative
+    at padding; keeps `[B, NC 64]` int16, all bits set at a chunk's own, real tokens, and none at
+    others; used `[B]`: how many chunks there are, the first ones."""
 
     chunks: jax.Array
     spans: jax.Array
