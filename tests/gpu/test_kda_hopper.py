@@ -52,7 +52,7 @@ class TestMosaicGpu(KdaSuite):
         actual = evaluate(x, self.implementation, dtype, **options)
         expected = oracle(x, dtype, **options)
         slack = self.slack_of_half if data == "collinear" else 1.0
-        sums = size_of_sums(x, expected, **options)
+        sums = size_of_sums(x, expected, dtype, **options)
         compare(actual, expected, dtype, slack=slack, at_least=sums)
         if "segment_ids" in x:
             padding = x["segment_ids"] == 0

@@ -174,16 +174,23 @@ def oracle(x: dict[str, np.ndarray], dtype: str = "float32", **options: object):
     return evaluate(seen, "recurrent", "float64", **options)
 
 
-def size_of_sums(x, expected, gate_form: str, **_: object) -> dict[str, float]:
-    """For the gradients of the gate's parameters, whose every entry is a sum over tokens: the root
-    sum square of the terms, RMS over the entries. Rounding follows it, also where a sum cancels."""
+def size_of_sums(x, expected, dtype: str, gate_form: str, **_: object) -> dict[str, float]:
+    """Sizes that the gradients of the gate's parameters, sums over tokens, count as at least.
+
+    Their terms are entries of dgate, up to a factor, so errors of the size of dgate's tolerance add
+    up as the root sum square of the terms does, RMS over the entries, also where a sum cancels.
+    """
     if "da_log" not in expected:
         return {}
     z, dgate = x["gate"] + x["dt_bias"], expected["dgate"]
     # The log decay's derivative by a_log over that by the gate.
     ratio = z if gate_form == "bounded" else np.logaddexp(0, z) * (1 + np.exp(-z))
     terms = {"da_log": (dgate * ratio, (0, 1, 3)), "ddt_bias": (dgate, (0, 1))}
-    return {n: float(np.sqrt(np.mean(np.sum(y**2, axes)))) for n, (y, axes) in terms.items()}
+    bound = TOLERANCES[dtype]
+    return {
+        n: float(np.sqrt(np.mean(np.sum(y**2, axes)))) * bound["dgate"] / bound[n]
+        for n, (y, axes) in terms.items()
+    }
 
 
 def compare(
@@ -303,7 +310,7 @@ class KdaSuite:
         actual = evaluate(x, self.implementation, dtype, **options)
         assert actual["o"].dtype == rounded(x, dtype)["v"].dtype
         expected = oracle(x, dtype, **options)
-        sums = size_of_sums(x, expected, **options)
+        sums = size_of_sums(x, expected, dtype, **options)
         # One decay or nearly one key for all tokens: they are rounded alike, and errors add up.
         alike = dtype in ("bfloat16", "float16") and (data == "collinear" or case.gate == "head")
         slack = dict.fromkeys(("da_log", "ddt_bias"), self.slack_of_sums if alike else 1.0)
