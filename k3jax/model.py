@@ -160,11 +160,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: jax.Array) -> jax.Array:
         table = weight(self.embedding, jnp.dtype(self.config.dtype))
         if len(table) <= _ONE_HOT:
-            layout = PartitionSpec(None, None, spec_of(table)[0]) if under_mesh() else None
-            places = jax.lax.broadcasted_iota(
-                tokens.dtype, (1, 1, len(table)), 2, out_sharding=layout
-            )
-            return matmul((tokens[..., None] == places).astype(table.dtype), table)
+            return _by_product(table, tokens)
         if not under_mesh():
             return table[tokens]
         return table.at[tokens].get(out_sharding=PartitionSpec(*spec_of(tokens), None))
@@ -191,6 +187,14 @@ class Decoder(nnx.Module):
         return stream, cache, stats
 
 
+@jax.checkpoint  # the backward pass saves the tokens, not the rows of zeros and ones
+def _by_product(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of `table [vocab, d]`, one for each of `tokens [B, T]`."""
+    layout = PartitionSpec(None, None, spec_of(table)[0]) if under_mesh() else None
+    places = jax.lax.broadcasted_iota(tokens.dtype, (1, 1, len(table)), 2, out_sharding=layout)
+    return matmul((tokens[..., None] == places).astype(table.dtype), table)
+
+
 def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
     """`hidden [..., d] @ head [d, vocab]`, accumulated and kept in the island's dtype."""
     wide = island(hidden.dtype)
@@ -204,8 +208,8 @@ def token_scores(
     """What the model makes of `targets [B, T]` given `hidden [B, T, d]`, `[B, T]` each.
 
     The negative log-likelihood in nats, and whether no other token is more probable (bool). At most
-    `_LOSS_TOKENS` tokens, or `_LOSS_LOGITS` logits, are in memory at one time, in the backward pass
-    too.
+    `_LOSS_TOKENS` tokens or `_LOSS_LOGITS` logits, whichever is more, are in memory at one time, in
+    the backward pass too.
     """
     head = model.head_matrix()
     axis = spec_of(head)[1] if under_mesh() else None

@@ -21,7 +21,7 @@ from experiments.ablation.study import ACCURACY, Study
 from experiments.sweep import case
 
 STUDY = Study(
-    question="Which rules of the KDA lineage can recall what a key was paired with?",
+    question="Which rules of the KDA lineage solve a task that asks for exact memory?",
     axis="rule",
     points=(
         *case("linear attention", "model.kda.rule=linear"),

@@ -132,7 +132,8 @@ def attention(
     if 0 in (B, Tq, Tk):
         wide = island(q.dtype)
         return jnp.zeros((B, Tq, H, V), wide), jnp.full((B, H), -jnp.inf, wide)
-    block = block or (BLOCK_ON_GPU if current_platform() == "gpu" else BLOCK)
+    if block is None:
+        block = BLOCK_ON_GPU if current_platform() == "gpu" else BLOCK
     bq, bk = _block_size(Tq, block), _block_size(Tk, block)
     q = q.reshape(B, Tq, HK, H // HK, -1)
     padded = Visibility(

@@ -66,7 +66,7 @@ def make_probes(
     It runs the forward and backward pass of the training step, compiled on its own, and changes
     nothing. All processes of a run must call it, and get the same record.
     """
-    loss = decoder_loss(graphdef, PROBES)
+    loss = decoder_loss(graphdef, PROBES, gapless=True)
 
     @jax.jit
     def measure(state: TrainState, batch: Batch) -> tuple[Any, ...]:

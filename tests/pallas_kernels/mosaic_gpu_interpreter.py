@@ -357,7 +357,7 @@ def _store(rows, ref):
 
 
 BLOCKS = {
-    "cumsum": lambda x, start=0.0: start + _tile(jnp.cumsum(_blocks(x), axis=1)),
+    "cumsum": lambda x: _tile(jnp.cumsum(_blocks(x), axis=1)),
     "moved_down": _moved_down,
     "suffix_sum": _suffix,
     "halfway": _halfway,
@@ -374,7 +374,7 @@ INVERSE = {
     "product": lambda a, b: _tile(_blocks(a) @ _blocks(b)),
 }
 EXCHANGE = {
-    "store_decays": lambda x, ref, start=0.0: _store(jnp.exp2(x[15::16] - start), ref),
+    "store_decays": lambda x, ref: _store(jnp.exp2(x[15::16]), ref),
     "store_firsts": lambda x, ref: _store(x[::16], ref),
     "store_lasts": lambda x, ref: _store(x[15::16], ref),
     "store_totals": _store_totals,

@@ -106,6 +106,26 @@ def test_rows_in_pieces(case, most, monkeypatch):
     held_to_oracle(case, "normal")
 
 
+def test_slow_channels_forget_at_their_rate():
+    """A state that nothing is written to loses a chunk's decay, of a half-life of a million tokens:
+    no constant may be added to the sum of log decays and taken off again."""
+    decay = np.log(2) / 1e6  # nats a token
+    raw = jnp.asarray(np.log(decay / (5 - decay)), jnp.bfloat16)  # bounded: 5 sigmoid(raw)
+    tokens = np.random.default_rng(0).normal(size=(2, 1, 64, 1, 16))
+    q, k = jnp.asarray(tokens, jnp.bfloat16)
+    spec, inputs = check(
+        q=q, k=k, v=jnp.zeros_like(q), gate=jnp.full(q.shape, raw),
+        beta=jnp.full((1, 64, 1), -100.0), a_log=jnp.zeros(1), dt_bias=None,
+        initial_state=jnp.ones((1, 1, 1, 16, 16)), segment_ids=None, gate_form="bounded",
+        beta_form="logit", lower_bound=-5.0, qk_l2norm=True, scale=None, return_final_state=True,
+        max_documents=1,
+    )  # fmt: skip
+    with interpreted():
+        _, state = mosaic_gpu.run(spec, inputs)
+    exact = 64 * 5 / (1 + np.exp(-float(raw)))
+    np.testing.assert_allclose(-np.log(np.float64(state)), exact, rtol=1e-2)
+
+
 @pytest.mark.full
 @_rows(WIDE)
 def test_oracle_full(case, data):

@@ -117,8 +117,13 @@ def run_experts(
     per_route = _Move(transport, group, 1, weights.dtype)
     scale = _spread(per_route, weights.reshape(-1), plan)
 
-    gate, up = (grouped_matmul(rows, w, plan.sizes).astype(wide) for w in (bank.gate, bank.up))
-    hidden = (activation(gate, up) * scale[:, None]).astype(z.dtype)
+    @jax.checkpoint  # the backward pass saves the products as they came, not widened
+    def weighted(gate: jax.Array, up: jax.Array, scale: jax.Array) -> jax.Array:
+        hidden = activation(gate.astype(wide), up.astype(wide))
+        return (hidden * scale[:, None]).astype(z.dtype)
+
+    gate, up = (grouped_matmul(rows, w, plan.sizes) for w in (bank.gate, bank.up))
+    hidden = weighted(gate, up, scale)
     return _collect(move, grouped_matmul(hidden, bank.down, plan.sizes), plan), plan.dropped
 
 

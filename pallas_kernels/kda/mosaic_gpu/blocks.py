@@ -35,9 +35,9 @@ from .registers import (
 from .tiles import BLOCK, CHUNK, COL, F32, ROW, TILE, buffer, exp2
 
 
-def cumsum(x, start: float = 0.0):
-    """`[64, n]` f32: start plus sums down the rows of every block, each row's own included. Row i
-    depends on no later row."""
+def cumsum(x):
+    """`[64, n]` f32: sums down the rows of every block, each row's own included. Row i depends on
+    no later row."""
 
     @plgpu.inline_mgpu(
         arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, F32, layout=TILE)
@@ -59,8 +59,6 @@ def cumsum(x, start: float = 0.0):
                         for v, u in zip(values, up, strict=True)
                     ]
                 sums.append(values)
-            if start:
-                sums[0] = [arith.addf(v, constant(start)) for v in sums[0]]
             total = [shuffle(v, last) for v in sums[0]]
             sums[1] = [arith.addf(v, t) for v, t in zip(sums[1], total, strict=True)]
             out += [paired(*sums[0]), paired(*sums[1])]

@@ -37,9 +37,9 @@ def _column_offsets(ref, row):
     return mgpu.getelementptr(mgpu.memref_ptr(ref), [offset], ir.F32Type.get())
 
 
-def store_decays(x, ref, start: float = 0.0) -> None:
-    """2^ of the last row of every block of a TILE, the decay of the block where x is `start` and
-    the running sum of log decays, to rows 1 to 4 of a table (plain, f32)."""
+def store_decays(x, ref) -> None:
+    """2^ of the last row of every block of a TILE, the decay of the block where x is the running
+    sum of log decays, to rows 1 to 4 of a table (plain, f32)."""
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
     def body(ctx, x, ref):
@@ -47,8 +47,6 @@ def store_decays(x, ref, start: float = 0.0) -> None:
         pointer = _column_offsets(ref, arith.addi(warp_id(), word(1)))
 
         def power(v):
-            if start:
-                v = arith.subf(v, constant(start))
             return llvm.inline_asm(
                 f32, [v], "ex2.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False
             )

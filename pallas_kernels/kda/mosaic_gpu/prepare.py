@@ -186,9 +186,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 g = log_decay(c, wide(load(g_s.at[s])), a, dt)
                 if not c.bounded:
                     g = jnp.maximum(g, FLOOR)
-                within = blocks.cumsum(masks.tiles(g), shift)
+                within = blocks.cumsum(masks.tiles(g))
                 table = decays_s.at[lax.rem(s, 2)]
-                exchange.store_decays(within, table, shift)
+                exchange.store_decays(within, table)
                 k = wide(load(k_s.at[s]))
                 q = wide(load(q_s.at[s])) * rows(q_scale, tile)
                 if c.l2norm:
@@ -202,9 +202,9 @@ def kernel(c: Chunks, with_inverse: bool):
                 before = from_0 * decay((0, 1, 1, 1))
 
                 if c.bounded:
-                    seen = tiles.exp2(within)
+                    seen = tiles.exp2(within + shift)
                     k_seen, q_seen = k * seen, q * seen
-                    k_back = k * tiles.exp2(-within)
+                    k_back = k * tiles.exp2(-shift - within)
                     k_near, q_near = k_seen.astype(BF16), q_seen.astype(BF16)
                     back = k_back.astype(BF16)
                     near_l = (blocks.pairs(near_l[0], k_near, back),)
