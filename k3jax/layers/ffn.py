@@ -18,14 +18,12 @@ from k3jax.params import declare
 Gate = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) pre-activations -> hidden
 
 
-@jax.checkpoint  # as of `situ`: the backward pass saves `a` and `b` alone
 def swiglu(a: jax.Array, b: jax.Array) -> jax.Array:
     """`silu(a) * b` of equal shapes, in a float32 island, in the dtype of `a`."""
     wide = island(a.dtype)
     return (jax.nn.silu(a.astype(wide)) * b.astype(wide)).astype(a.dtype)
 
 
-@functools.partial(jax.checkpoint, static_argnums=(2, 3))
 def situ(a: jax.Array, b: jax.Array, beta: float, linear_beta: float) -> jax.Array:
     """SiTU-GLU (K3R eq. 12): SwiGLU with both factors saturated, bounded by `beta * linear_beta`.
 
@@ -45,7 +43,7 @@ def activation(config: FeedForwardConfig) -> Gate:
     """The function of gate and up pre-activations that `config` names."""
     if config.activation == "swiglu":
         return swiglu
-    return lambda a, b: situ(a, b, config.situ_beta, config.situ_linear_beta)
+    return functools.partial(situ, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
 
 
 class GatedMLP(nnx.Module):
@@ -76,6 +74,7 @@ class GatedMLP(nnx.Module):
         self, x: jax.Array, *, documents: Documents, cache: None = None, probes: Sequence[str] = ()
     ) -> tuple[jax.Array, None, Stats]:
         """`x [B, T, d]` to the same shape and dtype; padding gives zero. No cache, no stats."""
-        hidden = activation(self.config)(project(x, self.gate), project(x, self.up))
+        # The backward pass saves the products alone.
+        hidden = jax.checkpoint(activation(self.config))(project(x, self.gate), project(x, self.up))
         y = project(hidden, self.down)
         return jnp.where(documents.real[..., None], y, 0), cache, {}

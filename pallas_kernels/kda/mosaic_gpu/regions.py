@@ -70,9 +70,10 @@ def tabulate(segment_ids: jax.Array, regions: int, chunks: int) -> Tables:
     sources = (first[..., None] + jnp.arange(CHUNK)).reshape(*first.shape[:1], -1)
     sources = jnp.clip(sources, 0, tokens - 1)
     labels = jnp.take_along_axis(jnp.where(docs.real, label, -label), sources, axis=1)
-    real = (labels.reshape(*first.shape, CHUNK) > 0) & (jnp.arange(CHUNK) < size[..., None])
+    by_chunk = labels.reshape(*first.shape, CHUNK)
+    real = (by_chunk > 0) & (jnp.arange(CHUNK) < size[..., None])
     keeps = -real.astype(jnp.int16).reshape(labels.shape)
-    of_one = (labels.reshape(*first.shape, CHUNK) == entry[..., None]).all(axis=-1)
+    of_one = (by_chunk == entry[..., None]).all(axis=-1)
     whole = of_one & (size == CHUNK) & (entry == leave)
     table = [first, jnp.where(used, size, -1), entry, leave, whole & used]
     shift = begins * CHUNK - bounds[:, :-1]
