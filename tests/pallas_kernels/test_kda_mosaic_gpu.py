@@ -191,7 +191,7 @@ def compiled():
 # down: NOTES.md says what they cost.
 SPILLS = {
     "kda_gradients_bounded": 256,
-    "kda_gradients_exact": 512,
+    "kda_gradients_exact": 448,
     "kda_prepare_bounded": 48,
     "kda_prepare_exact": 96,
 }
